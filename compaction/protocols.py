@@ -158,7 +158,8 @@ class Renderer(Protocol):
 
     generation_prompt: tuple[int, ...]
     """Ids that open an assistant message; the model samples what follows."""
-    vocab_size: int
+    special_ids: frozenset[int]
+    """Control tokens: they never stand inside a well-formed reply, only at its end"""
 
     def message(self, role: Literal["system", "user"], text: str) -> list[int]:
         """Ids of one whole message. Special tokens inside `text` stay text."""

@@ -98,7 +98,7 @@ class CompactionRecord:
     tokens_after: int | None
     """|h| of the resumed window; None where the compaction failed"""
     dropped: int
-    """Turns folded into the summary since the last compaction (kept ones not counted)"""
+    """Turns of the window that only the summary now covers"""
     kept: int
     summary: str
     discarded: tuple[str, ...] = ()

@@ -1,0 +1,84 @@
+"""Prompt packs, and what counts as a summary."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from pydantic import Field, field_validator
+
+from compaction.protocols import FinishReason
+from compaction.scaffolds import Scaffold
+from compaction.settings import Settings
+
+TOOL_CALL = re.compile(r"<tool_call>|<function=|\"tool_calls\"|<\|tool", re.IGNORECASE)
+ROLE_PLAY = re.compile(r"<\|(user|assistant|system|im_start)|^\s*(user|human|assistant)\s*:", re.IGNORECASE | re.MULTILINE)
+
+
+class PromptPack(Settings):
+    """The texts of a compaction. A model only holds for the pack it was trained with, so it is recorded with each run."""
+
+    name: str
+    system: str = Field(description="system prompt of the agent, byte-identical in every window")
+    summary_instruction: str = Field(description="q_sum: appended to the history to ask for a summary; never trained")
+    resume: str = Field(description="u_resume: the message that opens a resumed window; {summary} is the summary's body")
+    summary_pattern: str = Field(description="regular expression an accepted summary must contain; group `body` is kept")
+
+    @field_validator("summary_pattern")
+    @classmethod
+    def _has_a_body(cls, pattern: str) -> str:
+        if "body" not in re.compile(pattern, re.DOTALL).groupindex:
+            raise ValueError("summary_pattern needs a group named body: (?P<body>…)")
+        return pattern
+
+    @field_validator("resume")
+    @classmethod
+    def _holds_the_summary(cls, text: str) -> str:
+        if "{summary}" not in text:
+            raise ValueError("resume must contain {summary}")
+        return text
+
+    def resume_message(self, body: str) -> str:
+        return self.resume.replace("{summary}", body)
+
+
+def load_prompt_pack(name: str) -> PromptPack:
+    """A shipped pack by name, or a pack from a YAML file by path. Raises ValueError with what is allowed."""
+    folder = files("compaction") / "prompts"
+    shipped = folder / f"{name}.yaml"
+    if shipped.is_file():
+        text = shipped.read_text(encoding="utf-8")
+    elif Path(name).is_file():
+        text = Path(name).read_text(encoding="utf-8")
+    else:
+        known = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+        raise ValueError(f"prompt pack {name!r} is neither a file nor a shipped pack ({', '.join(known)})")
+    return PromptPack.model_validate(yaml.safe_load(text))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a sampled text is a summary: its body, or why it was rejected."""
+
+    body: str | None
+    rejected: str | None = None
+
+
+def judge_summary(text: str, finish_reason: FinishReason, pack: PromptPack, scaffold: Scaffold) -> Verdict:
+    """A summary ended by itself, has a body, calls no tool, plays no other role and is not an action."""
+    if finish_reason == "length":
+        return Verdict(None, "endless")
+    if not text.strip():
+        return Verdict(None, "empty")
+    if TOOL_CALL.search(text):
+        return Verdict(None, "tool_call")
+    if ROLE_PLAY.search(text):
+        return Verdict(None, "role_play")
+    if scaffold.is_action(text):
+        return Verdict(None, "action")
+    match = re.search(pack.summary_pattern, text, re.DOTALL)
+    body = match.group("body").strip() if match else ""
+    return Verdict(body) if body else Verdict(None, "no_body")
