@@ -1,0 +1,56 @@
+"""What every test runs under: offline, single-threaded, with a home of its own and no service of the user's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+
+import hypothesis
+import pytest
+
+HOME = tempfile.mkdtemp(prefix="crl-")  # short: Ray puts sockets below it
+
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+    COMPACTIONRL_HOME=HOME,
+    PREFECT_PROFILES_PATH=os.path.join(HOME, "profiles.toml"),
+)
+for name in ("PREFECT_API_URL", "PREFECT_API_KEY", "MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
+    os.environ.pop(name, None)
+
+REQUIRE_ALL = os.environ.get("COMPACTIONRL_REQUIRE_ALL") == "1"
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HOME, ignore_errors=True)
+
+
+def _fail_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    report.outcome = "failed"
+    report.longrepr = f"{report.nodeid}: {reason}. With COMPACTIONRL_REQUIRE_ALL=1 nothing may be skipped."
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    expected_failure = hasattr(report, "wasxfail")
+    if REQUIRE_ALL and report.skipped and not expected_failure and item.get_closest_marker("may_skip") is None:
+        _fail_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if REQUIRE_ALL and report.skipped:
+        _fail_skipped(report)
+    return report
