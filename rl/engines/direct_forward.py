@@ -1,0 +1,103 @@
+"""The forward of a `transformers` decoder over the engine's slots, written out over the model's own modules.
+
+The model's own `forward` spends more on its bookkeeping than a small model on its arithmetic, and cannot attend to
+cache rows in place. Weights are read from the model, so loading them there is enough.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rl.engines.kv_cache import AttentionGroup, SlotCache, StepLayout
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def check_supported(config: Any) -> None:
+    """Raises ValueError where the direct forward would not compute what the model computes."""
+    if config.model_type not in SUPPORTED:
+        raise ValueError(f"model type {config.model_type!r} is not supported by the torch engine; use one of {SUPPORTED}")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(f"{config.model_type} with sliding-window layers is not supported by the torch engine")
+    rope = config.rope_parameters["rope_type"]
+    if rope in _LENGTH_DEPENDENT_ROPE:
+        raise ValueError(f"rope type {rope!r} depends on the sequence length; the torch engine supports fixed ones only")
+
+
+class DirectForward:
+    """Logits of a Llama, Qwen2 or Qwen3 style causal LM for one ragged step."""
+
+    def __init__(self, model: Any, *, max_length: int):
+        check_supported(model.config)
+        self.model = model
+        self.layers = list(model.model.layers)
+        weight = model.model.embed_tokens.weight
+        self.dtype, self.device = weight.dtype, weight.device
+        self.head_size = self.layers[0].self_attn.head_dim
+        self.kv_heads = model.config.num_key_value_heads
+        positions = torch.arange(max_length, device=self.device)[None]
+        cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=self.dtype, device=self.device), position_ids=positions)
+        self.cos, self.sin = cos[0, :, None], sin[0, :, None]
+
+    def new_cache(self, slots: int, max_length: int) -> SlotCache:
+        """An empty cache that fits the model."""
+        return SlotCache(
+            layers=len(self.layers),
+            slots=slots,
+            kv_heads=self.kv_heads,
+            max_length=max_length,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def __call__(self, step: StepLayout, cache: SlotCache) -> Tensor:
+        """Logits [rows, vocabulary] behind each row's last new token; stores the new keys and values."""
+        hidden = functional.embedding(step.token_ids, self.model.model.embed_tokens.weight)
+        cos, sin = self.cos[step.positions], self.sin[step.positions]
+        for index, layer in enumerate(self.layers):
+            attended = self._attention(index, _norm(layer.input_layernorm, hidden), cos, sin, step, cache)
+            hidden = hidden + attended
+            hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+        return self.model.lm_head(_norm(self.model.model.norm, hidden[step.last]))
+
+    def _attention(
+        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, step: StepLayout, cache: SlotCache
+    ) -> Tensor:
+        attention = self.layers[index].self_attn
+        heads = (len(hidden), -1, self.head_size)
+        query = attention.q_proj(hidden).view(heads)
+        key = attention.k_proj(hidden).view(heads)
+        value = attention.v_proj(hidden).view(heads)
+        if hasattr(attention, "q_norm"):
+            query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
+        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        cache.write(index, step.slots, step.positions, key, value)
+        parts = [_attend(query[group.tokens], group, *cache.read(index, group.rows, group.length)) for group in step.groups]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attention.o_proj(attended.flatten(1))
+
+
+def _attend(query: Tensor, group: AttentionGroup, keys: Tensor, values: Tensor) -> Tensor:
+    """[n, heads, head_size] queries of one group against [rows, kv_heads, length, head_size] keys and values."""
+    padded = query.new_zeros(group.n_rows, group.width, *query.shape[1:])
+    padded[group.row_of, group.column_of] = query
+    attended = functional.scaled_dot_product_attention(
+        padded.transpose(1, 2), keys, values, attn_mask=group.mask, enable_gqa=query.shape[1] != keys.shape[1]
+    )
+    return attended.transpose(1, 2)[group.row_of, group.column_of]
+
+
+def _norm(module: Any, hidden: Tensor) -> Tensor:
+    return functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of [n, heads, head_size], halves rotated as `transformers` does."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,292 @@
+"""The in-process engine: continuous batching over slots that keep a rollout's keys and values between its turns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compaction.protocols import Completion, ContextLengthError, EngineError, FinishReason, GenerateRequest
+from rl.engines.direct_forward import DirectForward
+from rl.engines.kv_cache import NewTokens, lay_out
+from rl.engines.sampling import RequestSampler, sample
+from rl.engines.weights import load_in_place
+
+STEP_TOKENS = 8192
+"""Most padded prompt tokens of one step: bounds the memory of a forward; a longer prompt takes several steps."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """One request from its arrival to its completion."""
+
+    request: GenerateRequest
+    future: asyncio.Future[Completion]
+    sampler: RequestSampler
+    cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A row of the cache: whose it is, the ids it stands for, and how many of them have keys and values."""
+
+    index: int
+    rollout_id: str | None = None
+    ids: list[int] = field(default_factory=list)
+    filled: int = 0
+    last_used: int = 0
+    call: _Call | None = None
+
+    def clear(self) -> None:
+        self.rollout_id, self.ids, self.filled, self.call = None, [], 0, None
+
+
+class TorchEngine:
+    """Samples from a `transformers` causal LM of Llama, Qwen2 or Qwen3 style (design page "Engines").
+
+    A rollout keeps its slot, with the prefix in it, until `release`; when every slot is taken, the idle one used
+    longest ago is given away. All that it does follows from the order of the requests: same order, same bits.
+    Use it from one event loop at a time, `load_weights` included.
+
+    Raises ValueError at construction for an architecture that it does not serve.
+    """
+
+    def __init__(self, model: Any, *, slots: int, max_length: int, version: int = 0):
+        """`slots`: rollouts served at once; `max_length`: most tokens of a sequence, prompt and reply together."""
+        if slots < 1 or max_length < 2:
+            raise ValueError(f"slots={slots}, max_length={max_length}: at least 1 slot and 2 tokens are needed")
+        self._forward = DirectForward(model, max_length=max_length)
+        self._cache = self._forward.new_cache(slots, max_length)
+        self._model = model
+        self._slots = [_Slot(index) for index in range(slots)]
+        self._by_rollout: dict[str, _Slot] = {}
+        self._waiting: deque[_Call] = deque()
+        self._driver: asyncio.Task[None] | None = None
+        self._clock = 0
+        self._stops = _end_tokens(model)
+        self.max_length = max_length
+        self.version = version
+        self.generated_tokens = 0
+        """Tokens sampled so far"""
+        self.prefill_tokens = 0
+        """Prompt tokens computed so far, recomputation after a weight update included"""
+        self.cached_tokens = 0
+        """Prompt tokens served from a kept prefix so far"""
+        self.busy_seconds = 0.0
+        """Seconds spent in forward and sampling so far"""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Samples until an end token or `max_tokens`.
+
+        Raises ContextLengthError for a prompt longer than `max_length`; EngineError for a request that cannot be
+        served as it stands, and when the engine fails while it is served.
+        """
+        self._check(request)
+        call = _Call(
+            request, asyncio.get_running_loop().create_future(), RequestSampler(request.seed, request.temperature)
+        )
+        self._waiting.append(call)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        return await call.future
+
+    async def release(self, rollout_id: str) -> None:
+        """Frees the rollout's slot and forgets its prefix, so that later rollouts do not depend on it."""
+        slot = self._by_rollout.pop(rollout_id, None)
+        if slot is None:
+            return
+        if slot.call is not None and not slot.call.future.done():
+            slot.call.future.set_exception(EngineError(f"rollout {rollout_id!r} was released during its call"))
+        slot.clear()
+
+    def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
+        """Takes new weights in place, between two steps; tokens sampled from now on bear `version`.
+
+        Keys and values of running calls are recomputed from their ids before the next token, kept prefixes of idle
+        rollouts with their next call. Raises EngineError for names or shapes that do not fit and for non-finite
+        values; the old weights then keep serving.
+        """
+        load_in_place(self._model, state_dict)
+        self.version = version
+        self._cache.clear()
+        for slot in self._slots:
+            slot.filled = 0
+
+    def _check(self, request: GenerateRequest) -> None:
+        length, vocabulary = len(request.prompt_ids), self._model.config.vocab_size
+        if length > self.max_length:
+            raise ContextLengthError(f"the prompt has {length} tokens, the engine takes {self.max_length}")
+        if length == 0 or request.max_tokens < 1:
+            raise EngineError(
+                f"a request needs a prompt and max_tokens of at least 1, got {length} tokens and {request.max_tokens}"
+            )
+        if length + request.max_tokens > self.max_length:
+            raise EngineError(
+                f"prompt ({length}) + max_tokens ({request.max_tokens}) = {length + request.max_tokens} tokens, the engine "
+                f"takes {self.max_length}; lower max_tokens or give the engine a larger max_length"
+            )
+        low, high = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
+        if low < 0 or high >= vocabulary:
+            raise EngineError(f"prompt ids reach from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}")
+
+    async def _drive(self) -> None:
+        """Steps until there is nothing to do; whoever waits learns of a failure."""
+        try:
+            while True:
+                self._drop_abandoned()
+                self._admit()
+                active = [slot for slot in self._slots if slot.call is not None]
+                if not active:
+                    return
+                self._step(active)
+                await asyncio.sleep(0)
+        except BaseException as error:
+            self._fail(EngineError(f"the engine stopped: {type(error).__name__}: {error}"))
+            if not isinstance(error, Exception):
+                raise
+
+    def _fail(self, error: EngineError) -> None:
+        calls = [slot.call for slot in self._slots if slot.call is not None] + list(self._waiting)
+        for call in calls:
+            if not call.future.done():
+                call.future.set_exception(error)
+        self._waiting.clear()
+        self._by_rollout.clear()
+        self._cache.clear()
+        for slot in self._slots:
+            slot.clear()
+
+    def _drop_abandoned(self) -> None:
+        """A caller that was cancelled frees its place; its slot keeps the prefix."""
+        for slot in self._slots:
+            if slot.call is not None and slot.call.future.done():
+                slot.call = None
+        if any(call.future.done() for call in self._waiting):
+            self._waiting = deque(call for call in self._waiting if not call.future.done())
+
+    def _admit(self) -> None:
+        """Gives slots to waiting calls in their order; a call whose rollout is being served waits for it."""
+        for _ in range(len(self._waiting)):
+            call = self._waiting.popleft()
+            slot = self._slot_for(call.request.rollout_id)
+            if slot is None:
+                self._waiting.append(call)
+                continue
+            prompt = call.request.prompt_ids.tolist()
+            # The last prompt token is always computed: its logits choose the first sampled token.
+            kept = min(_common_prefix(slot.ids, prompt), slot.filled, len(prompt) - 1)
+            slot.ids, slot.filled, slot.call = prompt, kept, call
+            call.cached_tokens = kept
+            self.cached_tokens += kept
+
+    def _slot_for(self, rollout_id: str) -> _Slot | None:
+        slot = self._by_rollout.get(rollout_id)
+        if slot is None:
+            idle = [slot for slot in self._slots if slot.call is None]
+            if not idle:
+                return None
+            slot = min(idle, key=lambda s: (s.rollout_id is not None, s.last_used if s.rollout_id else s.index))
+            if slot.rollout_id is not None:
+                del self._by_rollout[slot.rollout_id]
+            slot.clear()
+            slot.rollout_id = rollout_id
+            self._by_rollout[rollout_id] = slot
+        elif slot.call is not None:
+            return None
+        self._clock += 1
+        slot.last_used = self._clock
+        return slot
+
+    @torch.inference_mode()
+    def _step(self, active: list[_Slot]) -> None:
+        """One forward over what the active slots have not computed; rows that are complete sample one token."""
+        began = time.perf_counter()
+        rows = _new_tokens(active)
+        layout = lay_out(rows, dtype=self._forward.dtype, device=self._forward.device)
+        logits = self._forward(layout, self._cache)
+        ready: list[int] = []
+        served = [self._slots[row.slot] for row in rows]
+        for position, (slot, row) in enumerate(zip(served, rows, strict=True)):
+            slot.filled += len(row.token_ids)
+            self.prefill_tokens += max(0, min(slot.filled, len(slot.call.request.prompt_ids)) - row.start)
+            if slot.filled == len(slot.ids):
+                ready.append(position)
+        if ready:
+            if len(ready) < len(rows):
+                logits = logits[torch.tensor(ready, device=logits.device)]
+            tokens, logprobs = sample(logits, [served[i].call.sampler for i in ready])
+            self.generated_tokens += len(ready)
+            for i, token, logprob in zip(ready, tokens.tolist(), logprobs.tolist(), strict=True):
+                self._take(served[i], token, logprob)
+        self.busy_seconds += time.perf_counter() - began
+
+    def _take(self, slot: _Slot, token: int, logprob: float) -> None:
+        call = slot.call
+        slot.ids.append(token)
+        call.token_ids.append(token)
+        call.logprobs.append(logprob)
+        call.versions.append(self.version)
+        if token in self._stops:
+            self._finish(slot, "stop")
+        elif len(call.token_ids) == call.request.max_tokens:
+            self._finish(slot, "length")
+
+    def _finish(self, slot: _Slot, reason: FinishReason) -> None:
+        call = slot.call
+        slot.call = None
+        self._clock += 1
+        slot.last_used = self._clock
+        if call.future.done():
+            return
+        call.future.set_result(
+            Completion(
+                token_ids=np.array(call.token_ids, dtype=np.int32),
+                logprobs=np.array(call.logprobs, dtype=np.float32),
+                versions=np.array(call.versions, dtype=np.int32),
+                finish_reason=reason,
+                prompt_tokens=len(call.request.prompt_ids),
+                cached_tokens=call.cached_tokens,
+            )
+        )
+
+
+def _new_tokens(active: list[_Slot]) -> list[NewTokens]:
+    """What this step computes: all single tokens, and longer pieces as far as STEP_TOKENS reach (at least one row)."""
+    singles = [slot for slot in active if len(slot.ids) - slot.filled == 1]
+    longer = [slot for slot in active if len(slot.ids) - slot.filled > 1]
+    rows = [NewTokens(slot.index, slot.filled, slot.ids[slot.filled :]) for slot in singles]
+    width = 0
+    for count, slot in enumerate(longer, start=1):
+        piece = slot.ids[slot.filled : slot.filled + STEP_TOKENS]
+        width = max(width, len(piece))
+        if count > 1 and width * count > STEP_TOKENS:
+            break
+        rows.append(NewTokens(slot.index, slot.filled, piece))
+    return rows
+
+
+def _common_prefix(left: list[int], right: list[int]) -> int:
+    shorter = min(len(left), len(right))
+    if left[:shorter] == right[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if left[i] != right[i])
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    """End tokens of the generation config, else of the config; without any, only max_tokens ends a reply."""
+    ends = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+    if ends is None:
+        ends = model.config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
