@@ -1,0 +1,103 @@
+"""Policy and critic: stock `transformers` models, read only at the places where something is learned."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from rl.batching import MicroBatch
+
+disable_progress_bar()
+
+
+class CheckpointNotFound(Exception):
+    """The folder that should hold a model is missing or is not a checkpoint."""
+
+
+def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32) -> Any:
+    """A causal language model from an ordinary checkpoint folder, in eval mode.
+
+    Eval mode also while training: dropout would make the first update's ratio differ from 1.
+    Raises CheckpointNotFound, and ValueError for a model whose logits are not its head applied to its last hidden state.
+    """
+    model = AutoModelForCausalLM.from_pretrained(_checked(folder), dtype=dtype, attn_implementation="sdpa")
+    _check_plain_head(model)
+    return model.eval()
+
+
+class Critic(nn.Module):
+    """The policy's backbone with a scalar head, zero at the start: V is 0.5 (bce) or 0 (mse) everywhere."""
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+
+def load_critic(folder: Path | str, dtype: torch.dtype = torch.float32) -> Critic:
+    """A critic that starts from a policy's checkpoint (paper section "Method": backbone plus scalar value head)."""
+    backbone = AutoModel.from_pretrained(_checked(folder), dtype=dtype, attn_implementation="sdpa")
+    hidden_size = AutoConfig.from_pretrained(folder).get_text_config().hidden_size
+    return Critic(backbone, hidden_size).to(dtype).eval()
+
+
+def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    """[n] log-probability of each wanted token at the sampling temperature (0 = greedy, read at temperature 1).
+
+    The language head runs at the n read positions alone.
+    """
+    hidden = _hidden_at(model.get_decoder(), batch)
+    logits = model.get_output_embeddings()(hidden)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    if temperature not in (0.0, 1.0):
+        logits = logits / temperature
+    return -F.cross_entropy(logits, batch.targets, reduction="none")
+
+
+def token_values(critic: Critic, batch: MicroBatch) -> torch.Tensor:
+    """[n] value-head outputs, read at the position before each wanted token (a logit for bce, V for mse)."""
+    predictions = critic.head(_hidden_at(critic.backbone, batch)).squeeze(-1)
+    return predictions if predictions.dtype == torch.float64 else predictions.float()
+
+
+def save_policy(model: Any, folder: Path, source: Path | str) -> None:
+    """An ordinary checkpoint folder: weights and config of `model`, tokenizer and the rest copied from `source`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(Path(source).iterdir()):
+        if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
+            shutil.copyfile(file, folder / file.name)
+    model.save_pretrained(folder)
+
+
+def _hidden_at(decoder: Any, batch: MicroBatch) -> torch.Tensor:
+    hidden = decoder(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, batch.read)
+
+
+def _checked(folder: Path | str) -> Path:
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise CheckpointNotFound(
+            f"{path} holds no model checkpoint (no config.json there); give the folder of a transformers checkpoint"
+        )
+    return path
+
+
+@torch.no_grad()
+def _check_plain_head(model: Any) -> None:
+    # Models that scale or cap their logits after the head would get silently wrong logprobs here.
+    ids = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    direct = model.get_output_embeddings()(hidden)
+    if not torch.allclose(direct, model(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3):
+        raise ValueError(f"{type(model).__name__} changes its logits after the head; such models are not supported")

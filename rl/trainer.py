@@ -1,0 +1,260 @@
+"""The trainer: policy and critic with their optimisers, in the order of the design page "Learning: one order, no leaks".
+
+A caller asks for `values` first (frozen for the batch), computes advantages on the driver, then calls `update_critic` and
+`update_policy` in either order: neither changes the advantages it was given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from compaction.settings import Settings
+from rl.batching import MicroBatch, micro_batches
+from rl.losses import CriticLoss, LossSettings, critic_loss, policy_loss, predicted_values, token_weights
+from rl.models import load_critic, load_policy, save_policy, token_logprobs, token_values
+from rl.rows import Row
+
+
+class TrainingDiverged(Exception):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+class TrainerSettings(Settings):
+    """How policy and critic are updated. Defaults are the paper's where it gives them."""
+
+    policy_lr: float = Field(2e-6, ge=0, description="learning rate of the policy")
+    critic_lr: float = Field(3e-6, ge=0, description="learning rate of the critic")
+    betas: tuple[float, float] = Field((0.9, 0.98), description="Adam's moment decays, for both optimisers")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay, for both optimisers")
+    clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
+    critic_updates: int = Field(2, ge=1, description="critic updates per policy update")
+    critic_loss: CriticLoss = Field("bce", description="bce on R in [0, 1], or mse")
+    loss: LossSettings = LossSettings()
+    temperature: float = Field(1.0, ge=0, description="the rollouts' sampling temperature; logprobs are taken at it")
+    micro_batch_tokens: int = Field(4_096, ge=1, description="most padded tokens in one forward pass")
+    max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of weights and activations")
+
+
+class Trainer:
+    """Policy, critic, two AdamW optimisers, and `version`: the number of policy updates made."""
+
+    def __init__(self, checkpoint: Path | str, settings: TrainerSettings, *, device: str = "cpu") -> None:
+        """Policy and critic both start from `checkpoint`. Raises CheckpointNotFound."""
+        self.settings = settings
+        self.version = 0
+        self._source = Path(checkpoint)
+        self._device = torch.device(device)
+        dtype = getattr(torch, settings.dtype)
+        self.policy = load_policy(checkpoint, dtype).to(self._device)
+        self.critic = load_critic(checkpoint, dtype).to(self._device)
+        self._policy_step = _Step(self.policy.parameters(), settings.policy_lr, settings)
+        self._critic_step = _Step(self.critic.parameters(), settings.critic_lr, settings)
+
+    @torch.no_grad()
+    def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Per row the [n_optimized] float32 V, read at the position before each optimized token."""
+        return self._read(rows, lambda mb: predicted_values(token_values(self.critic, mb), self.settings.critic_loss))
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Per row the [n_optimized] float32 log-probabilities under the policy as it is."""
+        return self._read(rows, lambda mb: token_logprobs(self.policy, mb, self.settings.temperature))
+
+    def update_critic(
+        self, rows: Sequence[Row], targets: Sequence[np.ndarray], *, updates: int | None = None
+    ) -> dict[str, float]:
+        """`updates` steps (default: the settings' critic_updates) of the critic towards `targets`.
+
+        `targets[i]`: [n_optimized], R for every optimized token (λ_critic = 1). `critic/explained_variance` and
+        `critic/loss` are those before the first of the steps. Raises TrainingDiverged.
+        """
+        batches = self._micro_batches(rows)
+        target = self._flat(targets)
+        weight = self._flat(token_weights(rows, LossSettings(mean="token")))
+        metrics: dict[str, float] = {}
+        for update in range(self.settings.critic_updates if updates is None else updates):
+            predictions = torch.zeros_like(target)
+
+            def loss_of(mb: MicroBatch) -> torch.Tensor:
+                output = token_values(self.critic, mb)
+                predictions[mb.places] = output.detach()  # noqa: B023
+                return critic_loss(output, target[mb.places], weight[mb.places], self.settings.critic_loss)
+
+            loss, norm = self._critic_step.take(batches, loss_of)
+            if update == 0:
+                values = predicted_values(predictions, self.settings.critic_loss)
+                metrics = {"critic/loss": loss, "critic/grad_norm": norm, "critic/value_mean": float(values.mean())}
+                metrics |= _explained_variance(values.cpu().numpy(), target.cpu().numpy())
+        return _finite(metrics) | {"critic/skipped_steps": float(self._critic_step.skipped)}
+
+    def update_policy(
+        self,
+        rows: Sequence[Row],
+        advantages: Sequence[np.ndarray],
+        included: Sequence[np.ndarray] | None = None,
+    ) -> dict[str, float]:
+        """One policy step; `version` goes up by one, also where the step was skipped.
+
+        `advantages[i]`: [n_optimized]. `included[i]`: [n_optimized] bool, tokens that count in |M| (default all).
+        Metrics have the design's names; `train/logprob_mismatch` is the mean |engine − trainer| over tokens that the
+        current version sampled. Raises TrainingDiverged.
+        """
+        batches = self._micro_batches(rows)
+        weights = token_weights(rows, self.settings.loss, included)
+        advantage, weight = self._flat(advantages), self._flat(weights)
+        sampled = self._flat([row.logprobs[row.optimized] for row in rows])
+        new = torch.zeros_like(sampled)
+        clipped, kl = [], []
+
+        def loss_of(mb: MicroBatch) -> torch.Tensor:
+            logprobs = token_logprobs(self.policy, mb, self.settings.temperature)
+            at = mb.places
+            new[at] = logprobs.detach()
+            result = policy_loss(logprobs, sampled[at], advantage[at], weight[at], self.settings.loss)
+            clipped.append(result.clip_fraction)
+            kl.append(result.kl_to_sampler)
+            return result.loss
+
+        loss, norm = self._policy_step.take(batches, loss_of)
+        metrics = {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/clip_fraction": float(sum(clipped)),
+            "train/kl_to_sampler": float(sum(kl)),
+        }
+        metrics |= _sampling_metrics(rows, new.cpu().numpy(), sampled.cpu().numpy(), self.version)
+        self.version += 1
+        return _finite(metrics) | {"train/skipped_steps": float(self._policy_step.skipped)}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the policy's state dict on the CPU, the tied head included under its own name."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.policy.state_dict().items()}
+
+    def save_policy(self, folder: Path) -> None:
+        """The policy as an ordinary checkpoint folder, with the tokenizer it started with."""
+        save_policy(self.policy, folder, self._source)
+
+    def save(self, folder: Path) -> None:
+        """Everything needed to go on: `policy/` (a checkpoint folder), the critic, both optimisers, RNG, the version."""
+        self.save_policy(folder / "policy")
+        state = {
+            "version": self.version,
+            "policy": self.policy.state_dict(),
+            "critic": self.critic.state_dict(),
+            "policy_step": self._policy_step.state(),
+            "critic_step": self._critic_step.state(),
+            "rng": {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()},
+        }
+        torch.save(state, folder / "trainer.pt")
+
+    def load(self, folder: Path) -> None:
+        """Continue from a folder that `save` wrote, bit for bit."""
+        state = torch.load(folder / "trainer.pt", map_location=self._device, weights_only=False)
+        self.version = state["version"]
+        self.policy.load_state_dict(state["policy"])
+        self.critic.load_state_dict(state["critic"])
+        self._policy_step.restore(state["policy_step"])
+        self._critic_step.restore(state["critic_step"])
+        torch.set_rng_state(state["rng"]["torch"].cpu())
+        np.random.set_state(state["rng"]["numpy"])
+        random.setstate(state["rng"]["python"])
+
+    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        wanted = [row.optimized for row in rows]
+        return micro_batches(rows, wanted, self.settings.micro_batch_tokens, self._device)
+
+    def _flat(self, per_row: Sequence[np.ndarray]) -> torch.Tensor:
+        dtype = torch.float64 if self.settings.dtype == "float64" else torch.float32
+        joined = np.concatenate(per_row) if len(per_row) else np.zeros(0)
+        return torch.from_numpy(joined.astype(np.float64)).to(self._device, dtype)
+
+    def _read(self, rows: Sequence[Row], read: Callable[[MicroBatch], torch.Tensor]) -> list[np.ndarray]:
+        counts = [row.n_optimized for row in rows]
+        out = self._flat([np.zeros(sum(counts))])
+        for mb in self._micro_batches(rows):
+            out[mb.places] = read(mb)
+        return np.split(out.cpu().numpy().astype(np.float32), np.cumsum(counts)[:-1]) if counts else []
+
+
+class _Step:
+    """One optimiser and its guard: a step whose loss or gradient is not finite is skipped and counted."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float, settings: TrainerSettings) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
+        self._clip_grad = settings.clip_grad
+        self._max_skipped = settings.max_skipped
+        self._in_a_row = 0
+        self.skipped = 0
+
+    def take(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], torch.Tensor]) -> tuple[float, float]:
+        """(loss, gradient norm) of one step over all micro-batches."""
+        self._optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for mb in batches:
+            loss = loss_of(mb)
+            loss.backward()
+            total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_grad))
+        if not (np.isfinite(total) and np.isfinite(norm)):
+            self._skip(total, norm)
+        elif batches:
+            self._optimizer.step()
+            self._in_a_row = 0
+        self._optimizer.zero_grad(set_to_none=True)
+        return total, norm
+
+    def _skip(self, loss: float, norm: float) -> None:
+        self.skipped += 1
+        self._in_a_row += 1
+        if self._in_a_row >= self._max_skipped:
+            raise TrainingDiverged(
+                f"{self._in_a_row} steps in a row had a loss or gradient that is not finite (last: loss {loss}, gradient "
+                f"norm {norm}); lower the learning rate and resume from the last checkpoint"
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self._optimizer.state_dict(), "skipped": self.skipped, "in_a_row": self._in_a_row}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+
+
+def _explained_variance(values: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """1 − Var(target − V) / Var(target); left out where all targets are equal."""
+    if len(targets) == 0 or np.ptp(targets) == 0:
+        return {}
+    return {"critic/explained_variance": float(1.0 - np.var(targets - values) / np.var(targets))}
+
+
+def _sampling_metrics(rows: Sequence[Row], new: np.ndarray, sampled: np.ndarray, version: int) -> dict[str, float]:
+    if len(new) == 0:
+        return {}
+    ordinals = np.concatenate([row.ordinals for row in rows])
+    current = np.concatenate([row.versions[row.optimized] for row in rows]) == version
+    out = {
+        # −log π of the sampled tokens: an estimate of the entropy, free of cost.
+        "train/entropy": float(-new.mean()),
+        "train/optimized_tokens": float(len(new)),
+        "train/summary_token_share": float(np.mean(ordinals % 2 == 1)),
+    }
+    if current.any():
+        out["train/logprob_mismatch"] = float(np.abs(new[current] - sampled[current]).mean())
+    return out
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """What is not finite is left out: trackers keep no NaN, and the skipped step is counted beside it."""
+    return {name: value for name, value in metrics.items() if np.isfinite(value)}
