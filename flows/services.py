@@ -1,0 +1,254 @@
+"""Where everything is kept, and the services a run talks to: the user's own first, else local ones.
+
+Nothing here imports Prefect, MLflow or Ray at module level: their environment must be set first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from flows.prefect_server import PrefectServer
+from tasks.errors import CommandError, UserError
+
+QUIET_AND_OFFLINE = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # DO_NOT_TRACK alone does not stop the server's telemetry
+    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folder that holds everything a run leaves behind (`COMPACTIONRL_HOME`, default ./compactionrl-data).
+
+    ```
+    compactionrl-data/
+      prefect/   prefect.db  server.json  server.log  users/<pid>.json     the shared local Prefect server
+      mlflow/    mlflow.db  artifacts/                                     every metric, parameter and artifact
+      stages/    <stage>-<digest>/{manifest.json, …}  .work/  .locks/      finished stages, reused by content
+      runs/      <time>-<preset>/{run.json, results.json, report.html, logs/}
+      jobs/      evaluation jobs on real tasks
+    ```
+    """
+
+    root: Path
+
+    @classmethod
+    def locate(cls, path: str | Path | None = None) -> Home:
+        """`path`, else COMPACTIONRL_HOME, else ./compactionrl-data; always absolute."""
+        chosen = path or os.environ.get("COMPACTIONRL_HOME") or "compactionrl-data"
+        return cls(Path(chosen).expanduser().resolve())
+
+    @property
+    def prefect(self) -> Path:
+        return self.root / "prefect"
+
+    @property
+    def mlflow(self) -> Path:
+        return self.root / "mlflow"
+
+    @property
+    def mlflow_database(self) -> Path:
+        return self.mlflow / "mlflow.db"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        return self.mlflow / "artifacts"
+
+    @property
+    def stages(self) -> Path:
+        return self.root / "stages"
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    def create(self) -> Home:
+        """Make the folders. Raises UserError where that is not possible."""
+        try:
+            for folder in (self.prefect, self.mlflow_artifacts, self.stages, self.runs, self.jobs):
+                folder.mkdir(parents=True, exist_ok=True)
+            ignore = self.root / ".gitignore"
+            if not ignore.exists():
+                ignore.write_text("*\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {self.root} ({error.strerror}): set COMPACTIONRL_HOME to a folder you can write to"
+            ) from error
+        return self
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a run talks to."""
+
+    home: Home
+    prefect_url: str
+    prefect_origin: str
+    """Who chose it: `PREFECT_API_URL`, a profile's name, or `local server`"""
+    mlflow_uri: str
+    mlflow_is_ours: bool
+    ray_address: str | None
+    """RAY_ADDRESS, or None: start an own cluster with address="local\""""
+
+    @property
+    def description(self) -> str:
+        mlflow = str(self.home.mlflow_database) if self.mlflow_is_ours else f"{self.mlflow_uri} (MLFLOW_TRACKING_URI)"
+        ray = f"{self.ray_address} (RAY_ADDRESS)" if self.ray_address else "local"
+        return f"Prefect: {self.prefect_url} ({self.prefect_origin}) · MLflow: {mlflow} · Ray: {ray}"
+
+    @property
+    def open_commands(self) -> dict[str, str]:
+        """How to look at what was recorded, by service."""
+        return {"mlflow": self._open_mlflow(), "prefect": self._open_prefect()}
+
+    def _open_mlflow(self) -> str:
+        if not self.mlflow_is_ours:
+            return self.mlflow_uri
+        return f"{_beside_python('mlflow')} ui --backend-store-uri '{self.mlflow_uri}' --port 5000"
+
+    def _open_prefect(self) -> str:
+        if self.prefect_origin != "local server":
+            return self.prefect_url.removesuffix("/api")
+        return f"PREFECT_HOME='{self.home.prefect}' {_beside_python('prefect')} server start"
+
+
+def _beside_python(command: str) -> str:
+    path = Path(sys.executable).parent / command
+    return str(path) if path.exists() else command
+
+
+def prepare_environment(home: Home) -> None:
+    """Set the variables of Prefect, MLflow and Ray that must stand before they are imported."""
+    for name, value in QUIET_AND_OFFLINE.items():
+        os.environ.setdefault(name, value)
+    if configured_prefect() is None:
+        os.environ.setdefault("PREFECT_HOME", str(home.prefect))
+
+
+def configured_prefect() -> tuple[str, str] | None:
+    """(API url, origin) of the Prefect that the user set up, without importing Prefect."""
+    if "prefect" in sys.modules:
+        from prefect.settings import PREFECT_API_URL
+
+        url = PREFECT_API_URL.value()
+        return (url, "PREFECT_API_URL") if url else None
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url, "PREFECT_API_URL"
+    return _prefect_toml() or _prefect_profile()
+
+
+def _prefect_toml() -> tuple[str, str] | None:
+    for name, keys in (("prefect.toml", ("api",)), ("pyproject.toml", ("tool", "prefect", "api"))):
+        table = _read_toml(Path(name))
+        for key in keys:
+            table = table.get(key, {})
+        if url := table.get("url"):
+            return url, name
+    return None
+
+
+def _prefect_profile() -> tuple[str, str] | None:
+    folder = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    profiles = _read_toml(Path(os.environ.get("PREFECT_PROFILES_PATH") or folder / "profiles.toml"))
+    active = os.environ.get("PREFECT_PROFILE") or profiles.get("active")
+    url = profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+    return (url, f"profile {active}") if url else None
+
+
+def _read_toml(path: Path) -> dict:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError):  # Prefect itself will say what is wrong with it
+        return {}
+
+
+@contextmanager
+def up(home: Home) -> Iterator[Services]:
+    """Find or start the services, and leave no process behind.
+
+    A local Prefect server is shared by all commands on this home: the first starts it, the last one out stops it.
+    Raises UserError where a service that the user named does not answer.
+    """
+    home.create()
+    found = configured_prefect()
+    prepare_environment(home)
+    with ExitStack() as stack:
+        if found:
+            url, origin = found
+            _require_answer("Prefect", f"{url.rstrip('/')}/health", origin)
+        else:
+            server = stack.enter_context(PrefectServer(home.prefect).using())
+            url, origin = server.url, "local server"
+        mlflow_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if mlflow_uri and mlflow_uri.startswith("http"):
+            _require_answer("MLflow", f"{mlflow_uri.rstrip('/')}/health", "MLFLOW_TRACKING_URI")
+        services = Services(
+            home=home,
+            prefect_url=url,
+            prefect_origin=origin,
+            mlflow_uri=mlflow_uri or sqlite_uri(home.mlflow_database),
+            mlflow_is_ours=not mlflow_uri,
+            ray_address=os.environ.get("RAY_ADDRESS") or None,
+        )
+        if services.mlflow_is_ours:
+            from tasks.tracking import initialise_database
+
+            initialise_database(home.mlflow_database, home.mlflow_artifacts)
+        if not found:  # the imports above ran while the server was starting
+            server.wait_until_healthy()
+            stack.enter_context(_prefect_at(url))
+        yield services
+
+
+def sqlite_uri(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+@contextmanager
+def _prefect_at(url: str) -> Iterator[None]:
+    """Point this process, and the processes it starts, at our server."""
+    before = os.environ.get("PREFECT_API_URL")
+    os.environ["PREFECT_API_URL"] = url
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    try:
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield
+    finally:
+        if before is None:
+            del os.environ["PREFECT_API_URL"]
+        else:
+            os.environ["PREFECT_API_URL"] = before
+
+
+def _require_answer(service: str, url: str, origin: str) -> None:
+    """Any HTTP answer will do: a server that wants a login is still there."""
+    try:
+        httpx.get(url, timeout=10.0)
+    except httpx.InvalidURL as error:
+        raise UserError(f"{service}: {origin} holds {url!r}, which is not a URL; correct or unset it") from error
+    except httpx.HTTPError as error:
+        raise CommandError(
+            f"{service} does not answer at {url} (from {origin}: {type(error).__name__}); "
+            f"start it, or unset {origin} to use a local one"
+        ) from error
