@@ -54,6 +54,13 @@ def test_interval_repeats_exactly_and_moves_with_the_seed():
     assert bootstrap_interval(values, seed=1) != bootstrap_interval(values, seed=2)
 
 
+def test_interval_of_few_distinct_values_agrees_with_that_of_many():
+    few = np.array([0.0, 0.25, 1.0] * 60)
+    many = few + np.linspace(-1e-6, 1e-6, len(few))
+    assert bootstrap_interval(few).low == pytest.approx(bootstrap_interval(many).low, abs=0.006)
+    assert bootstrap_interval(few).high == pytest.approx(bootstrap_interval(many).high, abs=0.006)
+
+
 def test_interval_of_equal_values_is_a_point_and_of_one_value_none():
     assert bootstrap_interval([0.5, 0.5, 0.5]) == Interval(0.5, 0.5)
     assert bootstrap_interval([0.5]) is None

@@ -1,0 +1,259 @@
+"""Figures of a run as SVG text for one HTML page.
+
+Lines and text take the page's own colour (`currentColor`), so a figure reads in a light and in a dark page. Variants
+differ by colour (Okabe and Ito's set, safe for colour-blind readers) and by marker.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from evaluation.analysis.pooling import PresetPoint, own_cells, pooled_interval, pooled_mean
+from evaluation.analysis.tables import ResultRow, variants_in
+from evaluation.grid import format_tokens
+from evaluation.results import CellResult
+
+Factor = Literal["window", "cap", "keep_recent"]
+
+REWARD = "train/reward"
+SUMMARY_TOKENS = "rollout/summary_tokens"
+
+_INK = "#010203"
+"""Stands for the page's text colour until the SVG is written."""
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": _INK,
+    "grid.alpha": 0.13,
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "savefig.transparent": True,
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a variant is drawn everywhere."""
+
+    colour: str
+    marker: str
+    """matplotlib's name"""
+    glyph: str
+    """The same marker as a character, for the page's legend"""
+
+
+_LOOKS = {
+    "base": Look("#7f7f7f", "o", "●"),
+    "compactionrl": Look("#0072b2", "s", "■"),
+    "no-summary-loss": Look("#e69f00", "^", "▲"),
+    "no-compaction": Look("#009e73", "v", "▼"),
+    "no-compaction-long": Look("#56b4e9", "D", "◆"),
+    "segment-mean": Look("#cc79a7", "P", "✚"),
+}
+_OTHER_LOOK = Look("#d55e00", "X", "✖")
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Training metrics after one step of one variant and seed, by MLflow's names."""
+
+    variant: str
+    seed: int
+    step: int
+    values: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def look(variant: str) -> Look:
+    """Colour and marker of a variant."""
+    return _LOOKS.get(variant, _OTHER_LOOK)
+
+
+def training_curves(points: Sequence[CurvePoint], metric: str, label: str) -> str | None:
+    """`metric` per training step: a thin line per seed, a bold one for their mean over the steps all have.
+
+    None where no point has the metric.
+    """
+    lines = _lines(points, metric)
+    if not lines:
+        return None
+    with rc_context(_STYLE):
+        figure, axes = _panel(5.6, 3.4)
+        for variant, seeds in lines.items():
+            style = look(variant)
+            for steps in seeds.values():
+                axes.plot(list(steps), list(steps.values()), color=style.colour, linewidth=0.8, alpha=0.4)
+            common = sorted(set.intersection(*(set(steps) for steps in seeds.values())))
+            mean = [float(np.mean([steps[step] for steps in seeds.values()])) for step in common]
+            axes.plot(common, mean, color=style.colour, linewidth=2)
+            if common:
+                axes.plot(common[-1], mean[-1], color=style.colour, marker=style.marker, markersize=6)
+        axes.set_xlabel("training step")
+        axes.set_ylabel(label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return _svg(figure, f"{label} by training step")
+
+
+def sweep_figure(cells: Sequence[CellResult], preset: PresetPoint, factor: Factor) -> str | None:
+    """pass@1 over one factor with 95% intervals, the others at the preset's point; one line per variant.
+
+    None where no variant was evaluated at two values of the factor.
+    """
+    series = _sweep_series(cells, preset, factor)
+    values = sorted({value for by_value in series.values() for value in by_value})
+    if len(values) < 2:
+        return None
+    with rc_context(_STYLE):
+        figure, axes = _panel(4.4, 3.4)
+        offsets = _dodge(len(series))
+        for offset, (variant, by_value) in zip(offsets, series.items(), strict=True):
+            style = look(variant)
+            x = [values.index(value) + offset for value in sorted(by_value)]
+            groups = [by_value[value] for value in sorted(by_value)]
+            y = [pooled_mean(group) for group in groups]
+            axes.errorbar(
+                x, y, yerr=_error_bars(groups), color=style.colour, marker=style.marker, markersize=5, linewidth=1.5
+            )
+        axes.set_xticks(range(len(values)), [_tick(factor, value) for value in values])
+        axes.set_xlabel(_FACTOR_LABELS[factor])
+        _score_axis(axes)
+        _mark_preset(axes, values, getattr(preset, factor))
+        return _svg(figure, f"pass@1 by {_FACTOR_LABELS[factor]}")
+
+
+def pass_at_1_bars(rows: Sequence[ResultRow]) -> str | None:
+    """pass@1 per row with its 95% interval; hollow marks split it into compacted and uncompacted trials."""
+    rows = [row for row in rows if row.pass_at_1 is not None]
+    if not rows:
+        return None
+    with rc_context(_STYLE | {"axes.grid.axis": "x"}):
+        figure, axes = _panel(5.6, 0.9 + 0.46 * len(rows))
+        for y, row in enumerate(reversed(rows)):
+            score = row.pass_at_1 or 0.0
+            axes.barh(y, score, height=0.62, color=look(row.variant).colour, alpha=0.85)
+            if row.interval:
+                error = [[max(0.0, score - row.interval.low)], [max(0.0, row.interval.high - score)]]
+                axes.errorbar(score, y, xerr=error, color=_INK, linewidth=1.3, capsize=3)
+            _split_marks(axes, row, y)
+        axes.set_yticks(range(len(rows)), [_bar_label(row) for row in reversed(rows)])
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlim(0, 1)
+        axes.set_xlabel("pass@1")
+        return _svg(figure, "pass@1 by variant")
+
+
+_FACTOR_LABELS: dict[Factor, str] = {
+    "window": "context window (tokens)",
+    "cap": "most compactions per rollout",
+    "keep_recent": "recent turns kept",
+}
+
+
+def _lines(points: Sequence[CurvePoint], metric: str) -> dict[str, dict[int, dict[int, float]]]:
+    """variant → seed → step → value, steps in order."""
+    lines: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for point in sorted(points, key=lambda p: (p.variant, p.seed, p.step)):
+        value = point.values.get(metric)
+        if value is not None:
+            lines[point.variant][point.seed][point.step] = value
+    return {variant: dict(seeds) for variant, seeds in lines.items()}
+
+
+def _sweep_series(
+    cells: Sequence[CellResult], preset: PresetPoint, factor: Factor
+) -> dict[str, dict[int, list[CellResult]]]:
+    """variant → value of the factor → its cells, one per seed."""
+    series: dict[str, dict[int, list[CellResult]]] = {}
+    for variant in variants_in(cells):
+        own = [c for c in cells if c.variant == variant and not c.cell.greedy]
+        by_value = {
+            value: group
+            for value in sorted({getattr(c, factor) for c in own} - {None})
+            if (group := own_cells(own, _moved(preset, factor, value), variant))
+        }
+        if len(by_value) > 1:
+            series[variant] = by_value
+    return series
+
+
+def _moved(preset: PresetPoint, factor: Factor, value: int) -> PresetPoint:
+    return PresetPoint(**{**dict(preset), factor: value})
+
+
+def _error_bars(groups: Sequence[list[CellResult]]) -> np.ndarray:
+    bars = []
+    for group in groups:
+        mean, interval = pooled_mean(group), pooled_interval(group)
+        if mean is None or interval is None:
+            bars.append((0.0, 0.0))
+        else:
+            bars.append((max(0.0, mean - interval.low), max(0.0, interval.high - mean)))
+    return np.array(bars).T
+
+
+def _split_marks(axes: Axes, row: ResultRow, y: int) -> None:
+    for value, marker in ((row.pass_at_1_compacted, "<"), (row.pass_at_1_uncompacted, ">")):
+        if value is not None and row.pass_at_1_compacted is not None:
+            axes.plot(value, y, marker=marker, markersize=7, color=_INK, markerfacecolor="none", clip_on=False)
+
+
+def _bar_label(row: ResultRow) -> str:
+    return f"{row.variant}\n({row.setting})" if row.long else row.variant
+
+
+def _tick(factor: Factor, value: int) -> str:
+    return format_tokens(value) if factor == "window" else str(value)
+
+
+def _dodge(n: int) -> np.ndarray:
+    return np.linspace(-0.04, 0.04, n) * (n - 1) if n > 1 else np.zeros(1)
+
+
+def _score_axis(axes: Axes) -> None:
+    axes.set_ylabel("pass@1")
+    axes.set_ylim(bottom=0)
+
+
+def _mark_preset(axes: Axes, values: Sequence[int], own: int) -> None:
+    if own in values:
+        axes.axvspan(values.index(own) - 0.4, values.index(own) + 0.4, color=_INK, alpha=0.05, linewidth=0)
+
+
+def _panel(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """SVG element without a fixed size; ids are unique by title, and one figure gives one text always."""
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": title}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(_INK, "currentColor")
+    text = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", text, count=1)
+    text = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", text, count=1)
+    slug = re.sub(r"\W+", "-", title)
+    text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{slug}-", text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
