@@ -61,36 +61,45 @@ class DirectForward:
         hidden = functional.embedding(step.token_ids, self.model.model.embed_tokens.weight)
         cos, sin = self.cos[step.positions], self.sin[step.positions]
         for index, layer in enumerate(self.layers):
-            attended = self._attention(index, _norm(layer.input_layernorm, hidden), cos, sin, step, cache)
-            hidden = hidden + attended
+            # Behind the last layer's keys and values only the last token of each row is of use.
+            wanted = step.last if index == len(self.layers) - 1 else None
+            groups = step.groups if wanted is None else (step.last_group,)
+            normed = _norm(layer.input_layernorm, hidden)
+            query, key, value = self._heads(layer.self_attn, normed, cos, sin, wanted)
+            cache.write(index, step.slots, step.positions, key, value)
+            parts = [_attend(query[group.tokens], group, *cache.read(index, group.rows, group.length)) for group in groups]
+            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if wanted is not None:
+                hidden = hidden[wanted]
+            hidden = hidden + layer.self_attn.o_proj(attended.flatten(1))
             hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
-        return self.model.lm_head(_norm(self.model.model.norm, hidden[step.last]))
+        return self.model.lm_head(_norm(self.model.model.norm, hidden))
 
-    def _attention(
-        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, step: StepLayout, cache: SlotCache
-    ) -> Tensor:
-        attention = self.layers[index].self_attn
-        heads = (len(hidden), -1, self.head_size)
-        query = attention.q_proj(hidden).view(heads)
-        key = attention.k_proj(hidden).view(heads)
-        value = attention.v_proj(hidden).view(heads)
+    def _heads(
+        self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (of the `wanted` tokens), rotated keys, values: [n, heads, head_size] each."""
+        of_query, at_query = (hidden, (cos, sin)) if wanted is None else (hidden[wanted], (cos[wanted], sin[wanted]))
+        query = attention.q_proj(of_query).view(len(of_query), -1, self.head_size)
+        key = attention.k_proj(hidden).view(len(hidden), -1, self.head_size)
+        value = attention.v_proj(hidden).view(len(hidden), -1, self.head_size)
         if hasattr(attention, "q_norm"):
             query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        cache.write(index, step.slots, step.positions, key, value)
-        parts = [_attend(query[group.tokens], group, *cache.read(index, group.rows, group.length)) for group in step.groups]
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return attention.o_proj(attended.flatten(1))
+        return _rotate(query, *at_query), _rotate(key, cos, sin), value
 
 
 def _attend(query: Tensor, group: AttentionGroup, keys: Tensor, values: Tensor) -> Tensor:
     """[n, heads, head_size] queries of one group against [rows, kv_heads, length, head_size] keys and values."""
-    padded = query.new_zeros(group.n_rows, group.width, *query.shape[1:])
-    padded[group.row_of, group.column_of] = query
+    if group.dense:
+        padded = query[:, None]
+    else:
+        padded = query.new_zeros(group.n_rows, group.width, *query.shape[1:])
+        padded[group.row_of, group.column_of] = query
     attended = functional.scaled_dot_product_attention(
         padded.transpose(1, 2), keys, values, attn_mask=group.mask, enable_gqa=query.shape[1] != keys.shape[1]
     )
-    return attended.transpose(1, 2)[group.row_of, group.column_of]
+    attended = attended.transpose(1, 2)
+    return attended[:, 0] if group.dense else attended[group.row_of, group.column_of]
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:

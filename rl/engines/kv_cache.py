@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -38,7 +39,10 @@ class SlotCache:
 
     def read(self, layer: int, rows: slice | Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, length, head_size]; a view where `rows` is a slice."""
-        return self.keys[layer][rows, :, :length], self.values[layer][rows, :, :length]
+        keys, values = self.keys[layer], self.values[layer]
+        if isinstance(rows, slice):
+            return keys[rows, :, :length], values[rows, :, :length]
+        return keys[:, :, :length].index_select(0, rows), values[:, :, :length].index_select(0, rows)
 
     def clear(self) -> None:
         """Forgets everything, so that a non-finite value cannot outlive the weights that made it."""
@@ -51,16 +55,18 @@ class AttentionGroup:
     """Rows of one step whose attention runs as one padded call."""
 
     tokens: slice
-    """Which of the step's tokens"""
+    """Which of the queries"""
     rows: slice | Tensor
-    """Slots whose keys and values are read; a slice spares the copy, and may cover rows that have no token"""
+    """Slots whose keys and values are read; a slice spares the copy, and may cover rows that have no query"""
     n_rows: int
     row_of: Tensor
-    """[n] which of `rows` token i belongs to"""
+    """[n] which of `rows` query i belongs to"""
     column_of: Tensor
-    """[n] the place of token i among its row's new tokens"""
+    """[n] the place of query i among its row's queries"""
     width: int
-    """Most new tokens of a row"""
+    """Most queries of a row"""
+    dense: bool
+    """Query i is the only one of row i: nothing to pad"""
     length: int
     """Keys attended to, at most"""
     mask: Tensor
@@ -77,9 +83,12 @@ class StepLayout:
     """[n]"""
     positions: Tensor
     """[n]"""
-    last: Tensor
-    """[rows] index of each row's last new token, in the order the rows were given"""
+    last: Tensor | None
+    """[rows] index of each row's last new token; None where each row has one"""
     groups: tuple[AttentionGroup, ...]
+    """Attention of all tokens"""
+    last_group: AttentionGroup
+    """Attention of the last tokens alone, all the last layer needs"""
 
 
 @dataclass(frozen=True)
@@ -93,57 +102,64 @@ class NewTokens:
 
 
 def lay_out(rows: Sequence[NewTokens], *, dtype: torch.dtype, device: torch.device) -> StepLayout:
-    """Lays the rows out for one forward. Rows with one token come first and attend without padding."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].token_ids) > 1)
-    sizes = np.array([len(rows[i].token_ids) for i in order])
+    """Lays rows of distinct slots out for one forward. Rows with one token must come first."""
+    sizes = np.array([len(row.token_ids) for row in rows])
+    slots = np.array([row.slot for row in rows])
+    starts = np.array([row.start for row in rows])
+    token_ids = np.array(list(chain.from_iterable(row.token_ids for row in rows)))
     ends = np.cumsum(sizes)
-    slots = np.array([rows[i].slot for i in order])
-    starts = np.array([rows[i].start for i in order])
-    columns = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
-    row_of = np.repeat(np.arange(len(rows)), sizes)
-    positions = starts[row_of] + columns
-    ids = np.concatenate([np.asarray(rows[i].token_ids, dtype=np.int64) for i in order])
-    last = np.empty(len(rows), dtype=np.int64)
-    last[order] = ends - 1
-
     single = int((sizes == 1).sum())
-    groups = []
-    for first, stop in ((0, single), (single, len(rows))):
-        if first == stop:
-            continue
-        begin = 0 if first == 0 else int(ends[first - 1])
-        tokens = slice(begin, int(ends[stop - 1]))
-        groups.append(
-            _group(tokens, slots[first:stop], row_of[tokens] - first, columns[tokens], positions[tokens], dtype, device)
+    lasts = _group(slice(0, len(rows)), slots, np.arange(len(rows)), starts + sizes - 1, dtype, device)
+    if single == len(rows):
+        return StepLayout(
+            torch.from_numpy(token_ids).to(device),
+            torch.from_numpy(slots).to(device),
+            torch.from_numpy(starts).to(device),
+            None,
+            (lasts,),
+            lasts,
         )
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    return StepLayout(tensor(ids), tensor(slots[row_of]), tensor(positions), tensor(last), tuple(groups))
+    row_of = np.repeat(np.arange(len(rows)), sizes)
+    positions = np.arange(ends[-1]) - (ends - sizes - starts)[row_of]
+    groups = [_group(slice(single, int(ends[-1])), slots[single:], row_of[single:] - single, positions[single:], dtype, device)]
+    if single:
+        groups.insert(0, _group(slice(0, single), slots[:single], row_of[:single], positions[:single], dtype, device))
+    return StepLayout(
+        torch.from_numpy(token_ids).to(device),
+        torch.from_numpy(slots[row_of]).to(device),
+        torch.from_numpy(positions).to(device),
+        torch.from_numpy(ends - 1).to(device),
+        tuple(groups),
+        lasts,
+    )
 
 
 def _group(
-    tokens: slice,
-    slots: np.ndarray,
-    row_of: np.ndarray,
-    column_of: np.ndarray,
-    positions: np.ndarray,
-    dtype: torch.dtype,
-    device: torch.device,
+    tokens: slice, slots: np.ndarray, row_of: np.ndarray, positions: np.ndarray, dtype: torch.dtype, device: torch.device
 ) -> AttentionGroup:
+    """Attention of tokens at `positions`, of which token i belongs to slots[row_of[i]]; rows stand one after another."""
     low, high = int(slots.min()), int(slots.max()) + 1
-    width, length = int(column_of.max()) + 1, int(positions.max()) + 1
+    length = int(positions.max()) + 1
+    counts = np.bincount(row_of)
+    width = int(counts.max())
+    column_of = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
     rows: slice | Tensor
     if high - low <= 2 * len(slots):
         rows, n_rows, row_of = slice(low, high), high - low, slots[row_of] - low
     else:
         rows, n_rows = torch.from_numpy(slots).to(device), len(slots)
-    row_index = torch.from_numpy(row_of).to(device)
-    column_index = torch.from_numpy(column_of).to(device)
-    # A place without a token sees its first key only: a softmax over nothing would be NaN.
-    seen = torch.zeros(n_rows, width, dtype=torch.long, device=device)
-    seen[row_index, column_index] = torch.from_numpy(positions).to(device)
-    hidden = torch.arange(length, device=device) > seen[:, None, :, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-    return AttentionGroup(tokens, rows, n_rows, row_index, column_index, width, length, mask)
+    # A place without a query sees its row's first key only: a softmax over nothing would be NaN.
+    seen = np.zeros((n_rows, width), dtype=np.int64)
+    seen[row_of, column_of] = positions
+    hidden = torch.arange(length, device=device) > torch.from_numpy(seen).to(device)[:, None, :, None]
+    return AttentionGroup(
+        tokens=tokens,
+        rows=rows,
+        n_rows=n_rows,
+        row_of=torch.from_numpy(row_of).to(device),
+        column_of=torch.from_numpy(column_of).to(device),
+        width=width,
+        dense=len(row_of) == n_rows and bool((row_of == np.arange(n_rows)).all()),
+        length=length,
+        mask=torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf")),
+    )

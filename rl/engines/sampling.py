@@ -29,7 +29,7 @@ def sample(logits: Tensor, samplers: list[RequestSampler]) -> tuple[np.ndarray, 
     draws = np.array([s.draw() for s in samplers])
     scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1.0).astype(np.float32)).to(logits.device)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
-    cumulative = logprobs.double().exp_().cumsum_(dim=-1)
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     targets = torch.from_numpy(draws).to(logits.device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)
     if not temperatures.all():
