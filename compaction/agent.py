@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +21,7 @@ from compaction.protocols import (
     Completion,
     ContextLengthError,
     Engine,
+    EngineError,
     Environment,
     GenerateRequest,
     InfrastructureError,
@@ -26,12 +29,14 @@ from compaction.protocols import (
     Renderer,
     Task,
     Usage,
+    VerifierError,
 )
 from compaction.rollout import (
     CompactionRecord,
     Outcome,
     Rollout,
     Segment,
+    SegmentBuilder,
     SegmentKind,
     StopReason,
     TurnRecord,
@@ -40,7 +45,7 @@ from compaction.scaffolds import Scaffold, load_scaffold
 from compaction.settings import AgentSettings
 from compaction.summaries import PromptPack, judge_summary, load_prompt_pack
 
-_WIDEST_CUT = "[cut 9999999]"
+_log = logging.getLogger(__name__)
 
 
 async def run_rollout(
@@ -55,54 +60,35 @@ async def run_rollout(
 ) -> Rollout:
     """Attempts `task` once.
 
-    `seed` alone, with the task's id, decides the sampling: call i of the rollout is seeded by (seed, task id, i).
+    Sampling is decided by `seed`, the task's id and `rollout_id`: call i is seeded by (seed, task id, rollout id, i).
     Infrastructure failures end in a Rollout without reward; raises WindowTooSmall before anything is spent, and
-    ValueError for an unknown scaffold or prompt pack.
+    ValueError for an unknown scaffold or prompt pack. The environment is stopped and the engine released in any case.
     """
     loop = _Loop.start(task, engine, renderer, settings, seed, rollout_id, recorder)
-    environment = task.open()
     try:
-        await environment.start()
-        outcome = await loop.run(environment)
+        outcome = await _attempt(loop)
     except InfrastructureError as error:
         outcome = Outcome(None, "error", error.error_class, str(error))
     finally:
-        await environment.stop()
-        await engine.release(rollout_id)
+        await _clean_up(engine.release(rollout_id), f"rollout {rollout_id}: engine.release")
     return loop.rollout(outcome)
 
 
-@dataclass
-class _SegmentBuilder:
-    """Collects one segment: context in front, then sampled and observed tokens."""
+async def _attempt(loop: _Loop) -> Outcome:
+    environment = loop.task.open()
+    try:
+        await environment.start()
+        return await loop.run(environment)
+    finally:
+        await _clean_up(environment.stop(), f"rollout {loop.rollout_id}: environment.stop")
 
-    kind: SegmentKind
-    context: np.ndarray
-    tokens: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
 
-    def sampled(self, completion: Completion) -> None:
-        self.tokens.append(completion.token_ids)
-        self.logprobs.append(completion.logprobs)
-        self.versions.append(completion.versions)
-
-    def observed(self, token_ids: np.ndarray) -> None:
-        self.tokens.append(token_ids)
-        self.logprobs.append(np.zeros(len(token_ids), np.float32))
-        self.versions.append(np.full(len(token_ids), -1, np.int32))
-
-    def build(self, ordinal: int) -> Segment:
-        versions = np.concatenate(self.versions or [ids([])]).astype(np.int32)
-        return Segment(
-            kind=self.kind,
-            ordinal=ordinal,
-            context_ids=ids(self.context),
-            token_ids=ids(np.concatenate(self.tokens or [ids([])])),
-            optimized=versions >= 0,
-            logprobs=np.concatenate(self.logprobs or [np.zeros(0)]).astype(np.float32),
-            versions=versions,
-        )
+async def _clean_up(step: Awaitable[None], name: str) -> None:
+    """Awaits a last step. Its failure is logged: it comes after the grade and must not cost the rollout."""
+    try:
+        await step
+    except InfrastructureError as error:
+        _log.warning("%s failed: %s", name, error)
 
 
 class _Stop(Exception):
@@ -129,7 +115,7 @@ class _Loop:
     rollout_id: str
     recorder: Recorder | None
     history: History
-    segment: _SegmentBuilder
+    segment: SegmentBuilder
     calls: int = 0
     segments: list[Segment] = field(default_factory=list)
     turns: list[TurnRecord] = field(default_factory=list)
@@ -139,8 +125,16 @@ class _Loop:
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "environment": 0.0})
 
     @classmethod
-    def start(cls, task: Task, engine: Engine, renderer: Renderer, settings: AgentSettings, seed: int,
-              rollout_id: str, recorder: Recorder | None) -> _Loop:
+    def start(
+        cls,
+        task: Task,
+        engine: Engine,
+        renderer: Renderer,
+        settings: AgentSettings,
+        seed: int,
+        rollout_id: str,
+        recorder: Recorder | None,
+    ) -> _Loop:
         pack = load_prompt_pack(settings.compaction.prompt_pack)
         system = Message("system", pack.system, ids(renderer.message("system", pack.system)))
         opening = Message("user", task.instruction, ids(renderer.message("user", task.instruction)))
@@ -148,7 +142,7 @@ class _Loop:
             instruction=len(renderer.message("user", pack.summary_instruction)) + len(renderer.generation_prompt),
             turn=len(renderer.generation_prompt)
             + len(renderer.close([], "length"))
-            + len(renderer.message("user", _WIDEST_CUT)),
+            + len(renderer.message("user", "")),
             resume=len(renderer.message("user", pack.resume_message(""))),
         )
         window.check_window(settings.compaction, len(system.token_ids), len(opening.token_ids), overheads)
@@ -156,7 +150,7 @@ class _Loop:
         return cls(
             task=task, engine=engine, renderer=renderer, settings=settings, pack=pack,
             scaffold=load_scaffold(settings.scaffold), overheads=overheads, seed=seed, rollout_id=rollout_id,
-            recorder=recorder, history=history, segment=_SegmentBuilder("execution", history.token_ids),
+            recorder=recorder, history=history, segment=SegmentBuilder("execution", history.token_ids),
         )  # fmt: skip
 
     @property
@@ -165,14 +159,20 @@ class _Loop:
 
     async def run(self, environment: Environment) -> Outcome:
         """Acts until something stops the rollout, then asks the verifier."""
+        deadline = asyncio.timeout(self.task.limits.deadline_seconds)
         try:
-            async with asyncio.timeout(self.task.limits.deadline_seconds):
+            async with deadline:
                 await self._act(environment)
         except _Stop as stop:
             reason, detail = stop.reason, stop.detail
         except TimeoutError:
+            if not deadline.expired():  # someone else's timeout is not the agent's
+                raise
             reason, detail = "deadline", f"stopped after {self.task.limits.deadline_seconds} s"
-        return Outcome(await environment.grade(), reason, detail=detail)
+        reward = await environment.grade()
+        if not 0.0 <= reward <= 1.0:
+            raise VerifierError(f"the verifier gave reward {reward}; allowed is a number in [0, 1]")
+        return Outcome(reward, reason, detail=detail)
 
     def rollout(self, outcome: Outcome) -> Rollout:
         segments = list(self.segments)
@@ -192,23 +192,28 @@ class _Loop:
         )
 
     async def _act(self, environment: Environment) -> None:
-        limit = min(self.settings.max_turns, self.task.limits.max_turns or self.settings.max_turns)
-        while True:
-            if len(self.turns) >= limit:
-                raise _Stop("max_turns", f"turn limit {limit}")
+        limit = self.settings.max_turns
+        if self.task.limits.max_turns is not None:
+            limit = min(limit, self.task.limits.max_turns)
+        while len(self.turns) < limit:  # no summary after the last turn: nothing would follow it
+            if self.history.turns and window.should_compact(
+                self.settings.compaction, self.history.tokens, self.compactions_left
+            ):
+                await self._compact()
+            await asyncio.sleep(0)  # a deadline takes effect even where engine and environment never wait
             try:
                 await self._turn(environment)
             except ContextLengthError as error:  # the engine's own limit is below the window
                 if self.compactions_left == 0 or not self.history.turns:
                     raise _Stop("context_full", str(error)) from error
                 await self._compact()
-                continue
-            if window.should_compact(self.settings.compaction, self.history.tokens, self.compactions_left):
-                await self._compact()
+        raise _Stop("max_turns", f"turn limit {limit}")
 
     async def _turn(self, environment: Environment) -> None:
         """One action and its observation."""
-        room = window.response_room(self.settings.compaction, self.history.tokens, self.compactions_left, self.overheads)
+        room = window.response_room(
+            self.settings.compaction, self.history.tokens, self.compactions_left, self.overheads
+        )
         if room < self.settings.compaction.min_response:
             raise _Stop("context_full", f"|h| {self.history.tokens} of window {self.settings.compaction.window}")
         before = ids(self.renderer.generation_prompt)
@@ -220,13 +225,20 @@ class _Loop:
         if action.kind == "finish":
             self._record_turn(reply, "")
             raise _Stop("finished")
-        if action.kind == "malformed":
-            observation = action.text
-        else:
-            started = time.perf_counter()
-            observation = self.scaffold.observation(await environment.execute(action.text))
-            self.seconds["environment"] += time.perf_counter() - started
+        observation = action.text
+        if action.kind == "command":
+            observation = await self._execute(environment, action.text, reply)
         self._observe(reply, before, completion, observation)
+
+    async def _execute(self, environment: Environment, command: str, reply: str) -> str:
+        started = time.perf_counter()
+        try:
+            return self.scaffold.observation(await environment.execute(command))
+        except BaseException:  # a deadline or a crash in mid-command: the action stays on record
+            self._record_turn(reply, "")
+            raise
+        finally:
+            self.seconds["environment"] += time.perf_counter() - started
 
     def _observe(self, reply: str, before: np.ndarray, completion: Completion, observation: str) -> None:
         """Adds the whole turn to the history, the observation clipped so that the summary request still fits."""
@@ -256,9 +268,9 @@ class _Loop:
         """Samples a summary and resumes from it. Raises _Stop where there is none or the window would not shrink."""
         self.segments.append(self.segment.build(len(self.segments)))
         body = await self._summarize()
-        opening = (Message("user", text := self.pack.resume_message(body), ids(self.renderer.message("user", text))),)
+        opening: tuple[Message, ...] = (self._user_message(self.pack.resume_message(body)),)
         if self.settings.compaction.keep_task:
-            opening = (self._task_message(), *opening)
+            opening = (self._user_message(self.task.instruction), *opening)
         base = len(self.history.system.token_ids) + sum(len(m.token_ids) for m in opening)
         before = self.history.tokens
         sizes = [len(t.token_ids) for t in self.history.turns]
@@ -269,7 +281,7 @@ class _Loop:
         resumed = self.history.resumed(opening, keep)
         self._record_compaction(body, before, resumed.tokens, keep, None)
         self.history = resumed
-        self.segment = _SegmentBuilder("execution", self.history.token_ids)
+        self.segment = SegmentBuilder("execution", self.history.token_ids)
 
     async def _summarize(self) -> str:
         """The body of an accepted summary, as a segment of its own. Raises _Stop("summary_failed")."""
@@ -286,17 +298,21 @@ class _Loop:
                     self.history.token_ids, asked, self.settings.compaction.summary_cap, "summary", messages
                 )
             except ContextLengthError as error:
+                self._record_compaction("", self.history.tokens, None, 0, "context_length")
                 raise _Stop("summary_failed", str(error)) from error
             text = self.renderer.decode(completion.token_ids)
             verdict = judge_summary(text, completion.finish_reason, self.pack, self.scaffold)
             controls = self.renderer.special_ids.intersection(completion.token_ids[:-1].tolist())
             rejected = "role_play" if controls else verdict.rejected
             if rejected is None or training:
-                self.segment = _SegmentBuilder("summary", asked)
+                self.segment = SegmentBuilder("summary", asked)
                 self.segment.sampled(completion)
                 self.segments.append(self.segment.build(len(self.segments)))
             if rejected is None and verdict.body is not None:
                 return verdict.body
+            if training:  # not discarded: it is an optimized segment
+                self._record_compaction(text, self.history.tokens, None, 0, rejected)
+                raise _Stop("summary_failed", rejected)
             self.discarded.append(text)
         self._record_compaction("", self.history.tokens, None, 0, rejected)
         raise _Stop("summary_failed", rejected)
@@ -309,7 +325,7 @@ class _Loop:
                 after_turn=len(self.turns),
                 tokens_before=before,
                 tokens_after=after,
-                dropped=len(self.history.turns) - keep,
+                dropped=0 if after is None else len(self.history.turns) - keep,
                 kept=keep,
                 summary=body,
                 discarded=tuple(self.discarded),
@@ -319,13 +335,19 @@ class _Loop:
         if self.recorder and after is not None:
             self.recorder.compaction(self.rollout_id, before, after)
 
-    def _task_message(self) -> Message:
-        return Message("user", self.task.instruction, ids(self.renderer.message("user", self.task.instruction)))
+    def _user_message(self, text: str) -> Message:
+        return Message("user", text, ids(self.renderer.message("user", text)))
 
-    async def _generate(self, context: np.ndarray, asked: np.ndarray, max_tokens: int, kind: SegmentKind,
-                        messages: tuple[dict[str, str], ...]) -> Completion:
-        """One call of the engine, seeded by (seed, task id, call number)."""
-        key = f"{self.seed}|{self.task.id}|{self.calls}".encode()
+    async def _generate(
+        self,
+        context: np.ndarray,
+        asked: np.ndarray,
+        max_tokens: int,
+        kind: SegmentKind,
+        messages: tuple[dict[str, str], ...],
+    ) -> Completion:
+        """One call of the engine, seeded by (seed, task id, rollout id, call number)."""
+        key = f"{self.seed}|{self.task.id}|{self.rollout_id}|{self.calls}".encode()
         self.calls += 1
         request = GenerateRequest(
             rollout_id=self.rollout_id,
@@ -337,10 +359,26 @@ class _Loop:
             messages=messages,
         )
         started = time.perf_counter()
-        completion = await self.engine.generate(request)
-        self.seconds["generate"] += time.perf_counter() - started
+        try:
+            completion = await self.engine.generate(request)
+        finally:
+            self.seconds["generate"] += time.perf_counter() - started
+        _check_completion(completion, max_tokens)
         self.usage.calls += 1
         self.usage.prompt_tokens += completion.prompt_tokens or len(request.prompt_ids)
         self.usage.completion_tokens += len(completion.token_ids)
         self.usage.cached_tokens += completion.cached_tokens
         return completion
+
+
+def _check_completion(completion: Completion, max_tokens: int) -> None:
+    """Refuses what could not be trained on. Raises EngineError."""
+    n = len(completion.token_ids)
+    if n > max_tokens:
+        raise EngineError(f"the engine sampled {n} tokens where at most {max_tokens} were asked for")
+    if len(completion.logprobs) != n or len(completion.versions) != n:
+        raise EngineError(
+            f"the engine gave {len(completion.logprobs)} logprobs, {len(completion.versions)} versions for {n} tokens"
+        )
+    if not np.all(np.isfinite(completion.logprobs)) or np.any(np.asarray(completion.versions) < 0):
+        raise EngineError("the engine gave a logprob that is not finite, or a weight version below 0")

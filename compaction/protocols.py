@@ -165,7 +165,7 @@ class Renderer(Protocol):
         """Ids of one whole message. Special tokens inside `text` stay text."""
         ...
 
-    def close(self, sampled: Sequence[int], finish_reason: FinishReason) -> list[int]:
+    def close(self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason) -> list[int]:
         """Context ids that complete an assistant message after the sampled ids (the end token, if it was cut)."""
         ...
 
@@ -173,8 +173,8 @@ class Renderer(Protocol):
         """Ids of plain text, no message around it."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled ids without special tokens."""
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Text of sampled ids without the end token; control tokens inside it show as their text."""
         ...
 
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from compaction.protocols import Usage
+from compaction.history import ids
+from compaction.protocols import Completion, Usage
 from compaction.settings import AgentSettings
 
 SegmentKind = Literal["execution", "summary"]
@@ -53,7 +54,8 @@ class Segment:
         n = len(self.token_ids)
         for name in ("optimized", "logprobs", "versions"):
             if len(getattr(self, name)) != n:
-                raise ValueError(f"segment {self.ordinal}: {name} has {len(getattr(self, name))} entries for {n} tokens")
+                found = len(getattr(self, name))
+                raise ValueError(f"segment {self.ordinal}: {name} has {found} entries for {n} tokens")
         off = ~self.optimized
         if np.any(self.logprobs[off] != 0) or np.any(self.versions[off] != -1):
             raise ValueError(f"segment {self.ordinal}: logprob or version on a token that was not sampled")
@@ -75,6 +77,39 @@ class Segment:
         )
 
 
+@dataclass
+class SegmentBuilder:
+    """Collects one segment: context in front, then sampled and observed tokens."""
+
+    kind: SegmentKind
+    context: np.ndarray
+    tokens: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
+
+    def sampled(self, completion: Completion) -> None:
+        self.tokens.append(completion.token_ids)
+        self.logprobs.append(completion.logprobs)
+        self.versions.append(completion.versions)
+
+    def observed(self, token_ids: np.ndarray) -> None:
+        self.tokens.append(token_ids)
+        self.logprobs.append(np.zeros(len(token_ids), np.float32))
+        self.versions.append(np.full(len(token_ids), -1, np.int32))
+
+    def build(self, ordinal: int) -> Segment:
+        versions = np.concatenate(self.versions or [ids([])]).astype(np.int32)
+        return Segment(
+            kind=self.kind,
+            ordinal=ordinal,
+            context_ids=ids(self.context),
+            token_ids=ids(np.concatenate(self.tokens or [ids([])])),
+            optimized=versions >= 0,
+            logprobs=np.concatenate(self.logprobs or [np.zeros(0)]).astype(np.float32),
+            versions=versions,
+        )
+
+
 @dataclass(frozen=True)
 class TurnRecord:
     """One (action, observation) pair as text."""
@@ -91,7 +126,7 @@ class CompactionRecord:
     """One compaction: what went, what stayed."""
 
     segment: int
-    """Ordinal of the summary segment"""
+    """Ordinal of the summary segment; where no attempt was kept, of the execution segment before it"""
     after_turn: int
     """Number of turns before it"""
     tokens_before: int
@@ -101,8 +136,9 @@ class CompactionRecord:
     """Turns of the window that only the summary now covers"""
     kept: int
     summary: str
+    """Body of the accepted summary; in training, where the rejected one is a segment, its whole text"""
     discarded: tuple[str, ...] = ()
-    """Rejected attempts, kept as evidence, never trained on"""
+    """Rejected attempts in evaluation, kept as evidence, never trained on"""
     rejected: str | None = None
     """Why the last attempt was not accepted, if it was not"""
 
@@ -144,7 +180,8 @@ class Rollout:
             expected = "summary" if i % 2 else "execution"
             if segment.ordinal != i or segment.kind != expected:
                 raise ValueError(
-                    f"rollout {self.id}: segment {i} is {segment.kind} with ordinal {segment.ordinal}, expected {expected} {i}"
+                    f"rollout {self.id}: segment {i} is {segment.kind} with ordinal {segment.ordinal}, "
+                    f"expected {expected} {i}"
                 )
 
     def windows(self) -> Iterator[tuple[Segment, Segment | None]]:

@@ -27,7 +27,7 @@ class CompactionSettings(Settings):
     cap: int = Field(3, ge=0, description="most compactions per rollout; 0 = one window")
     keep_recent: int = Field(2, ge=0, description="k: recent turns kept verbatim in the resumed window")
     keep_task: bool = Field(False, description="repeat the task message after a compaction (the paper does not)")
-    prompt_pack: str = Field("nine-items", description="summary instruction, resume text and summary form, by name or file")
+    prompt_pack: str = Field("nine-items", description="name or file of the summary instruction, resume text and form")
     summary_retries: int = Field(2, ge=0, description="in evaluation, how often a rejected summary is sampled again")
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,23 +15,31 @@ from compaction.protocols import FinishReason
 from compaction.scaffolds import Scaffold
 from compaction.settings import Settings
 
-TOOL_CALL = re.compile(r"<tool_call>|<function=|\"tool_calls\"|<\|tool", re.IGNORECASE)
-ROLE_PLAY = re.compile(r"<\|(user|assistant|system|im_start)|^\s*(user|human|assistant)\s*:", re.IGNORECASE | re.MULTILINE)
+TOOL_CALL = re.compile(r"<tool_call>|<function=|<\|tool|\A\s*\{.*\"tool_calls\"", re.IGNORECASE | re.DOTALL)
+ROLE_PLAY = re.compile(
+    r"<\|(user|assistant|system|im_start)|\A\s*(user|human|assistant)\s*:"  # opens another message
+    r"|^(User|Human):.*^Assistant:|^Assistant:.*^(User|Human):",  # a dialogue; one such line may be a quoted file
+    re.IGNORECASE | re.MULTILINE | re.DOTALL,
+)
 
 
 class PromptPack(Settings):
-    """The texts of a compaction. A model only holds for the pack it was trained with, so it is recorded with each run."""
+    """The texts of a compaction. A model holds only for the pack it was trained with: it is recorded with each run."""
 
     name: str
     system: str = Field(description="system prompt of the agent, byte-identical in every window")
     summary_instruction: str = Field(description="q_sum: appended to the history to ask for a summary; never trained")
-    resume: str = Field(description="u_resume: the message that opens a resumed window; {summary} is the summary's body")
-    summary_pattern: str = Field(description="regular expression an accepted summary must contain; group `body` is kept")
+    resume: str = Field(description="u_resume: opens a resumed window; {summary} stands for the summary's body")
+    summary_pattern: str = Field(description="regular expression a summary must contain; its group `body` is kept")
 
     @field_validator("summary_pattern")
     @classmethod
     def _has_a_body(cls, pattern: str) -> str:
-        if "body" not in re.compile(pattern, re.DOTALL).groupindex:
+        try:
+            groups = re.compile(pattern, re.DOTALL).groupindex
+        except re.error as error:
+            raise ValueError(f"summary_pattern {pattern!r} is not a regular expression: {error}") from error
+        if "body" not in groups:
             raise ValueError("summary_pattern needs a group named body: (?P<body>…)")
         return pattern
 
@@ -45,6 +54,7 @@ class PromptPack(Settings):
         return self.resume.replace("{summary}", body)
 
 
+@cache
 def load_prompt_pack(name: str) -> PromptPack:
     """A shipped pack by name, or a pack from a YAML file by path. Raises ValueError with what is allowed."""
     folder = files("compaction") / "prompts"
@@ -56,7 +66,10 @@ def load_prompt_pack(name: str) -> PromptPack:
     else:
         known = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
         raise ValueError(f"prompt pack {name!r} is neither a file nor a shipped pack ({', '.join(known)})")
-    return PromptPack.model_validate(yaml.safe_load(text))
+    try:
+        return PromptPack.model_validate(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ValueError(f"prompt pack {name!r} is not YAML: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -80,5 +93,5 @@ def judge_summary(text: str, finish_reason: FinishReason, pack: PromptPack, scaf
     if scaffold.is_action(text):
         return Verdict(None, "action")
     match = re.search(pack.summary_pattern, text, re.DOTALL)
-    body = match.group("body").strip() if match else ""
+    body = (match.group("body") or "").strip() if match else ""
     return Verdict(body) if body else Verdict(None, "no_body")

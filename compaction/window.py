@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from compaction.settings import CompactionSettings
 
+_PARTIAL = "\ufffd"
+"""What decoding shows for a piece of a character"""
+
 
 class WindowTooSmall(ValueError):
     """Settings under which a rollout could not take one minimal turn. The message holds the arithmetic."""
@@ -23,9 +26,9 @@ class Overheads:
     instruction: int
     """|q_sum|: the summary instruction as a message, and the generation prompt after it"""
     turn: int
-    """What a turn costs beside its action: generation prompt, closing, and a wholly clipped observation"""
+    """What a turn costs beside its action: generation prompt, closing, and an empty observation"""
     resume: int
-    """The resume message (and the kept task) around an empty summary"""
+    """The resume message around an empty summary"""
 
 
 def should_compact(settings: CompactionSettings, tokens: int, compactions_left: int) -> bool:
@@ -49,11 +52,16 @@ def observation_room(settings: CompactionSettings, tokens: int, compactions_left
     return settings.window - tokens - reserve(settings, compactions_left, overheads)
 
 
-def clip(text: str, fits: Callable[[str], bool], encode: Callable[[str], Sequence[int]],
-         decode: Callable[[Sequence[int]], str]) -> str | None:
+def clip(
+    text: str,
+    fits: Callable[[str], bool],
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+) -> str | None:
     """`text`, or its head and tail around a marker naming what was cut, so that `fits` holds; None if nothing fits.
 
-    Cuts fall between tokens of the text. The longest fitting version is found by bisection on the kept tokens.
+    Cuts fall between tokens of the text; a character cut in two is left out. The longest fitting version is found by
+    bisection on the kept tokens.
     """
     if fits(text):
         return text
@@ -61,8 +69,9 @@ def clip(text: str, fits: Callable[[str], bool], encode: Callable[[str], Sequenc
 
     def kept(n: int) -> str:
         head = n - n // 2
-        tail = decode(tokens[len(tokens) - n // 2 :]) if n // 2 else ""
-        return f"{decode(tokens[:head])} [cut {len(tokens) - n}] {tail}" if n else f"[cut {len(tokens)}]"
+        tail = decode(tokens[len(tokens) - n // 2 :]).lstrip(_PARTIAL) if n // 2 else ""
+        marker = f"[cut {len(tokens) - n}]"
+        return f"{decode(tokens[:head]).rstrip(_PARTIAL)} {marker} {tail}" if n else marker
 
     if not fits(kept(0)):
         return "" if fits("") else None
@@ -113,8 +122,15 @@ def check_window(settings: CompactionSettings, system: int, task: int, overheads
             f"{kept_task + overheads.resume} + summary {settings.summary_cap} + one turn and its reserve "
             f"{need - resumed} = {need} tokens. Raise window to at least {need}, or lower summary_cap."
         )
+    need = system + kept_task + overheads.resume + settings.threshold
+    if need > settings.window:
+        raise WindowTooSmall(
+            f"window={settings.window} could never resume: system {system} + resume message "
+            f"{kept_task + overheads.resume} + threshold {settings.threshold} = {need} tokens, even around an empty "
+            f"summary. Raise window to at least {need}, or lower threshold."
+        )
     if settings.threshold < turn + held:
         raise WindowTooSmall(
-            f"threshold={settings.threshold} cannot hold one turn {turn} and the summary reserve {held}: a window could "
-            f"be too full to act and not full enough to compact. Raise threshold to at least {turn + held}."
+            f"threshold={settings.threshold} cannot hold one turn {turn} and the summary reserve {held}: a window "
+            f"could be too full to act and not full enough to compact. Raise threshold to at least {turn + held}."
         )
