@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,6 +80,6 @@ class Experiment(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
 
 
-def load_experiment(name_or_path: str = "tiny", overrides: list[str] | tuple[str, ...] = ()) -> Experiment:
+def load_experiment(name_or_path: str = "tiny", overrides: Sequence[str] = ()) -> Experiment:
     """The preset of that name, or the YAML file at that path, with `a.b=c` overrides. Raises UserError."""
     return load_settings(Experiment, PRESETS, name_or_path, overrides)

@@ -46,7 +46,9 @@ class RunningServer:
         deadline = time.monotonic() + STARTUP_SECONDS
         while not self.healthy():
             if not self.process.alive():
-                raise CommandError(f"the local Prefect server ended at once; its log {self.log} says:\n{_tail(self.log)}")
+                raise CommandError(
+                    f"the local Prefect server ended at once; its log {self.log} says:\n{_tail(self.log)}"
+                )
             if time.monotonic() > deadline:
                 raise CommandError(
                     f"the local Prefect server did not answer within {STARTUP_SECONDS:.0f} s; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,8 +184,8 @@ def _read_toml(path: Path) -> dict:
 
 
 @contextmanager
-def up(home: Home) -> Iterator[Services]:
-    """Find or start the services, and leave no process behind.
+def up(home: Home, announce: Callable[[Services], None] = lambda services: None) -> Iterator[Services]:
+    """Find or start the services, and leave no process behind. `announce` is told at once, before they are ready.
 
     A local Prefect server is shared by all commands on this home: the first starts it, the last one out stops it.
     Raises UserError where a service that the user named does not answer.
@@ -211,6 +211,7 @@ def up(home: Home) -> Iterator[Services]:
             mlflow_is_ours=not mlflow_uri,
             ray_address=os.environ.get("RAY_ADDRESS") or None,
         )
+        announce(services)
         if services.mlflow_is_ours:
             from tasks.tracking import initialise_database
 

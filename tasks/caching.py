@@ -48,7 +48,7 @@ class StageSpec:
     parents: Mapping[str, str] = field(default_factory=dict)
     """Role (`checkpoint`, `rollouts`) → digest of the stage it comes from"""
     packages: tuple[str, ...] = ()
-    """Folders or files of the sources that the stage imports, relative to the repository: `rl`, `evaluation/tasksets`"""
+    """Source folders or files that the stage imports, relative to the repository: `rl`, `evaluation/tasksets`"""
 
     @property
     def code(self) -> str:
@@ -268,7 +268,7 @@ class StageStore:
 
 
 def canonical_json(value: Any) -> str:
-    """One text for equal values: keys sorted, no spaces. Raises ValueError for NaN and TypeError for what JSON lacks."""
+    """One text for equal values: keys sorted, no spaces. Raises ValueError for NaN, TypeError for what JSON lacks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

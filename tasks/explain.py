@@ -14,7 +14,7 @@ Key = tuple[dict[str, Any], dict[str, str], str]
 
 
 def explain_difference(settings: dict[str, Any], parents: dict[str, str], code: str, earlier: Sequence[Key]) -> str:
-    """Compare with the nearest of `earlier` (oldest first): the one with the fewest differences, the newest of these."""
+    """Compare with the nearest of `earlier` (oldest first): the fewest differences, of these the newest."""
     if not earlier:
         return "never run"
     candidates = [_differences(settings, parents, code, key) for key in reversed(earlier)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -35,8 +36,7 @@ class ProcessId:
         try:
             process = psutil.Process(self.pid)
             return (
-                abs(process.create_time() - self.created) < CLOCK_TOLERANCE
-                and process.status() != psutil.STATUS_ZOMBIE
+                abs(process.create_time() - self.created) < CLOCK_TOLERANCE and process.status() != psutil.STATUS_ZOMBIE
             )
         except psutil.Error:
             return False
@@ -60,7 +60,5 @@ def stop_process(identity: ProcessId, *, patience: float = 10.0) -> None:
 
 
 def _signal(process: psutil.Process, how: str) -> None:
-    try:
+    with suppress(psutil.Error):
         getattr(process, how)()
-    except psutil.Error:
-        pass

@@ -10,7 +10,7 @@ from compaction.rollout import CompactionRecord, Rollout
 from tasks.tracking import TrackedRun
 
 SPAN_NANOSECONDS = 1_000_000
-"""Rollouts keep no time per turn: spans are laid one after another, so that their order is right; lengths mean nothing."""
+"""Rollouts keep no time per turn: spans lie one after another, so that their order is right; lengths mean nothing."""
 
 
 def log_rollouts(run: TrackedRun, rollouts: Iterable[Rollout]) -> list[str]:
@@ -36,7 +36,11 @@ class _RolloutTrace:
             span_type="AGENT",
             inputs={"task": rollout.task_id, "seed": rollout.seed},
             metadata={"mlflow.sourceRun": self.run.run_id},
-            tags={"task": rollout.task_id, "stop_reason": outcome.stop_reason, "compactions": str(rollout.n_compactions)},
+            tags={
+                "task": rollout.task_id,
+                "stop_reason": outcome.stop_reason,
+                "compactions": str(rollout.n_compactions),
+            },
             experiment_id=self.run.experiment_id,
             start_time_ns=self.clock,
         )

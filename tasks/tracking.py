@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from filelock import FileLock
 
+from tasks.caching import SOURCES
 from tasks.errors import CommandError
 from tasks.explain import flatten
 from tasks.processes import ProcessId
@@ -94,7 +95,7 @@ def _process_tags() -> dict[str, str]:
 
 
 @cache
-def git_state(folder: Path = Path(__file__).resolve().parents[1]) -> dict[str, str]:
+def git_state(folder: Path) -> dict[str, str]:
     """Commit and whether tracked files differ from it; empty outside a checkout or without git."""
 
     def git(*arguments: str) -> str:
@@ -146,7 +147,7 @@ class TrackedRun:
             self.client.log_batch(self.run_id, metrics=rows)
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Nested settings as flat dotted params. Params never change in MLflow: those that stand are left as they are."""
+        """Nested settings as flat dotted params. MLflow never changes one: those that stand are left as they are."""
         from mlflow.entities import Param
 
         standing = self.client.get_run(self.run_id).data.params if self.reopened else {}
@@ -205,7 +206,7 @@ class Tracker:
         """
         client = client_for(tracking_uri)
         experiment_id = _experiment(client, EXPERIMENT_PREFIX + preset, artifacts)
-        common = {TAGS["digest"]: config_digest, **_process_tags(), **git_state()}
+        common = {TAGS["digest"]: config_digest, **_process_tags(), **git_state(SOURCES)}
         common |= {key: value for key, value in tags.items() if value is not None}
         earlier = _unfinished(client, experiment_id, f"tags.kind = 'flow' and tags.config_digest = '{config_digest}'")
         parent = _start(client, experiment_id, earlier, name, {**common, "kind": "flow"})
@@ -247,7 +248,7 @@ class Tracker:
 
 
 def log_cell_result(run: TrackedRun, result: CellResult) -> None:
-    """`sweep/*` and `eval/*` metrics of a cell; its axes are metrics too, for range filters and parallel coordinates."""
+    """`sweep/*` and `eval/*` metrics of a cell; its axes are metrics for range filters and parallel coordinates."""
     metrics: dict[str, float | None] = {
         "sweep/window": result.window,
         "sweep/cap": result.cap,

@@ -1,0 +1,207 @@
+"""The `compactionrl` command. Heavy imports happen inside commands: `--help` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from flows.experiment import Experiment
+    from flows.options import RunOptions
+
+Flow = Callable[["Experiment", "RunOptions"], dict[str, Any]]
+
+app = typer.Typer(
+    name="compactionrl",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Train and evaluate agents whose context compaction is part of the policy.
+
+    [bold]Start here[/]
+
+    [cyan]compactionrl reproduce[/]   the whole method on a small world, in minutes
+
+    [cyan]compactionrl reproduce --dry-run[/]   what would run, what is already there, and why
+
+    [cyan]compactionrl show latest --rollout 0[/]   read what an agent did and what it kept
+
+    Everything is kept below COMPACTIONRL_HOME (default ./compactionrl-data).
+    Running the same command again continues: finished stages are found by their content.
+
+    Exit codes: 0 ok · 1 failed · 2 bad input · 3 partial · 130 Ctrl-C · 143 terminated""",
+)
+
+Preset = Annotated[
+    str,
+    typer.Option("--preset", "-p", help="Name of a preset (tiny, smoke, …) or path of a YAML file.", metavar="NAME"),
+]
+Variants = Annotated[
+    str | None,
+    typer.Option(help="Policies to compare, separated by commas, or [cyan]all[/].", metavar="A,B", show_default=False),
+]
+Seeds = Annotated[str | None, typer.Option(help="Training seeds: [cyan]0,1,2[/].", metavar="N,N", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override one setting: [cyan]--set ppo.steps=20[/]. Repeatable.", metavar="KEY=VALUE"),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; logs go to the run's folder.")]
+Force = Annotated[bool, typer.Option("--force", help="Run every stage again, finished or not.")]
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="[cyan]latest[/], a run's folder, its MLflow run id, or the beginning of one."),
+]
+
+
+@app.command()
+def reproduce(
+    preset: Preset = "tiny",
+    variants: Variants = None,
+    seeds: Seeds = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    json_output: Json = False,
+    force: Force = False,
+) -> None:
+    """Train the variants, evaluate them over one-factor sweeps and write the report.
+
+    [bold]Examples[/]
+
+    compactionrl reproduce
+
+    compactionrl reproduce --variants all --seeds 0,1,2 --json > results.json
+
+    compactionrl reproduce --set ppo.steps=20 --set agent.compaction.window=2k --dry-run
+    """
+    from flows.session import run_flow
+
+    def flow(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+        from flows.reproduce import run_reproduce
+
+        return run_reproduce(experiment, options)
+
+    settings = _overrides(overrides, variants=variants, seeds=seeds)
+    raise typer.Exit(run_flow(flow, preset, settings, force=force, dry_run=dry_run, json_output=json_output))
+
+
+@app.command()
+def sweep(
+    preset: Preset = "tiny",
+    windows: Annotated[
+        str | None, typer.Option(help="Windows in tokens: [cyan]2k,4k[/] (1k = 1,024).", show_default=False)
+    ] = None,
+    caps: Annotated[
+        str | None, typer.Option(help="Most compactions per rollout: [cyan]0,1,3[/].", show_default=False)
+    ] = None,
+    keep_recent: Annotated[
+        str | None, typer.Option("--keep-recent", help="Turns kept verbatim: [cyan]0,2[/].", show_default=False)
+    ] = None,
+    variants: Variants = None,
+    seeds: Seeds = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    json_output: Json = False,
+    force: Force = False,
+) -> None:
+    """Evaluate every combination of window, cap and keep_recent.
+
+    [bold]Examples[/]
+
+    compactionrl sweep --windows 512,1k --caps 0,1,3 --keep-recent 0,2
+
+    compactionrl sweep --caps 0,1,2,3 --variants base,compactionrl --dry-run
+    """
+    from flows.session import run_flow
+
+    def flow(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+        from flows.sweep import run_sweep
+
+        return run_sweep(experiment, options)
+
+    axes = {"evaluation.windows": windows, "evaluation.caps": caps, "evaluation.keep_recents": keep_recent}
+    settings = _overrides(overrides, variants=variants, seeds=seeds, **axes)
+    raise typer.Exit(run_flow(flow, preset, settings, force=force, dry_run=dry_run, json_output=json_output))
+
+
+@app.command()
+def report(run: RunName = "latest") -> None:
+    """Write a run's HTML report again and print its path."""
+    from flows.session import guarded
+
+    with guarded():
+        from flows.reproduce import rebuild_report
+        from flows.runs import find_run
+        from flows.services import Home
+
+        home = Home.locate()
+        typer.echo(rebuild_report(home, find_run(home, run)))
+
+
+@app.command()
+def show(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run as above, or the path of a Parquet file.")
+    ] = "latest",
+    rollout: Annotated[
+        int | None, typer.Option("--rollout", "-r", help="Number of the rollout to read.", show_default=False)
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Unfold every turn.")] = False,
+) -> None:
+    """List a run's rollouts, or read one: its turns, what was dropped, the summary, what was kept.
+
+    [bold]Examples[/]
+
+    compactionrl show latest
+
+    compactionrl show latest --rollout 3 --full
+    """
+    from flows.session import guarded
+
+    with guarded():
+        from flows.services import Home
+        from flows.show import show_run
+
+        show_run(Home.locate(), run, rollout, full=full)
+
+
+@app.command()
+def clean(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also runs, MLflow and Prefect data: the whole home.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List only.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """List what takes space, then remove stages that no run uses, leftovers and a left-over server.
+
+    [bold]Examples[/]
+
+    compactionrl clean --dry-run
+
+    compactionrl clean --all --yes
+    """
+    from flows.session import guarded
+
+    with guarded():
+        from flows.cleaning import clean_home
+        from flows.services import Home
+
+        clean_home(Home.locate(), everything=everything, dry_run=dry_run, yes=yes)
+
+
+def _overrides(overrides: list[str] | None, **flags: str | None) -> list[str]:
+    """Flags are overrides with a shorter name; `--set` comes last and wins."""
+    return [f"{name}={value}" for name, value in flags.items() if value is not None] + list(overrides or [])
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Runs on disk: `runs/<time>-<preset>/{run.json, results.json, report.html, logs/}`, and how a person names one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flows.services import Home
+from tasks.caching import write_durably
+from tasks.errors import UserError
+from tasks.processes import ProcessId
+
+RECORD = "run.json"
+
+
+@dataclass
+class RunFolder:
+    """One run's folder. `record` is what run.json holds:
+
+    preset, command, created, status (running, ok, partial, failed, killed), process (host, pid, created), experiment,
+    mlflow_run_id, prefect_flow_run_id, stages (name, label, folder, seconds, cached, why); keys are added as they come.
+    """
+
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    def update(self, **values: Any) -> None:
+        self.record |= values
+        write_durably(self.path / RECORD, json.dumps(self.record, indent=2))
+
+    def stage_folders(self, stages: Path) -> list[Path]:
+        """Folders of the stages it used that are still there, in order."""
+        names = [stage.get("folder") for stage in self.record.get("stages", [])]
+        return [stages / name for name in names if name and (stages / name).is_dir()]
+
+    def is_running(self) -> bool:
+        if self.record.get("status") != "running":
+            return False
+        process = ProcessId(**self.record["process"])
+        return process.host != ProcessId.current().host or process.alive()
+
+
+def create_run(home: Home, preset: str, command: str, experiment: Mapping[str, Any]) -> RunFolder:
+    """A new folder; two runs in one second get different ones."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{_file_name(preset)}"
+    for number in range(1_000):
+        path = home.runs / (stem if number == 0 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        run = RunFolder(path, {})
+        run.logs.mkdir()
+        run.update(
+            preset=preset,
+            command=command,
+            created=datetime.now(UTC).isoformat(),
+            status="running",
+            process=asdict(ProcessId.current()),
+            experiment=dict(experiment),
+            stages=[],
+        )
+        return run
+    raise UserError(f"{home.runs} already holds a thousand runs of this second")
+
+
+def all_runs(home: Home) -> list[RunFolder]:
+    """Oldest first."""
+    runs = [run for path in home.runs.glob(f"*/{RECORD}") if (run := _read(path.parent))]
+    return sorted(runs, key=lambda run: (run.record.get("created", ""), run.name))
+
+
+def find_run(home: Home, name: str) -> RunFolder:
+    """By `latest`, folder name or path, MLflow run id, or a unique beginning of either. Raises UserError."""
+    runs = all_runs(home)
+    if not runs and not Path(name).is_dir():
+        raise UserError(f"no runs in {home.runs}; start one with `compactionrl reproduce`, or set COMPACTIONRL_HOME")
+    if name == "latest":
+        return runs[-1]
+    if run := _read(Path(name).expanduser()):
+        return run
+    exact = [run for run in runs if name in (run.name, run.record.get("mlflow_run_id"))]
+    near = [run for run in runs if run.name.startswith(name) or str(run.record.get("mlflow_run_id")).startswith(name)]
+    found = exact or near
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{name!r} names {len(found)} runs: {', '.join(run.name for run in found)}; write more of it")
+    last = ", ".join(run.name for run in runs[-5:])
+    raise UserError(f"no run {name!r} in {home.runs}; the last ones: {last}; or `latest`")
+
+
+def remove_run(run: RunFolder) -> None:
+    shutil.rmtree(run.path)
+
+
+def _read(folder: Path) -> RunFolder | None:
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    return RunFolder(folder.resolve(), record) if isinstance(record, dict) else None
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in text)

@@ -1,0 +1,234 @@
+"""One command from start to exit code: services up, run folder, logs, signals, errors as one message."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from flows.services import Home
+from tasks.errors import CommandError
+
+if TYPE_CHECKING:
+    from flows.experiment import Experiment
+    from flows.options import RunOptions
+    from flows.runs import RunFolder
+
+EXIT_CODES = {"ok": 0, "failed": 1, "partial": 3}
+INTERRUPTED, TERMINATED = 130, 143
+LOGGERS = ("compactionrl", "compaction", "rl", "evaluation", "tasks", "flows")
+"""Prefect configures the root logger anew; these stay ours."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception that runs every `finally` on its way out."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+
+def run_flow(
+    flow: Callable[[Experiment, RunOptions], dict[str, Any]],
+    preset: str,
+    overrides: Sequence[str],
+    *,
+    force: bool,
+    dry_run: bool,
+    json_output: bool,
+) -> int:
+    """Run one flow and return the exit code."""
+    with guarded(json_output=json_output):
+        from flows.experiment import load_experiment
+
+        experiment = load_experiment(preset, overrides)
+        home = Home.locate()
+        if dry_run:
+            return _plan(flow, experiment, home, force, json_output)
+        return _run(flow, experiment, home, force, json_output)
+    raise AssertionError("guarded leaves by an exception")
+
+
+def _plan(
+    flow: Callable[[Experiment, RunOptions], dict[str, Any]],
+    experiment: Experiment,
+    home: Home,
+    force: bool,
+    json_output: bool,
+) -> int:
+    from flows.options import RunOptions
+    from flows.output import print_plan
+    from tasks.progress import open_progress
+
+    with open_progress("log") as progress:
+        plan = flow(experiment, RunOptions(home=home, progress=progress, force=force, dry_run=True))
+    if json_output:
+        print(json.dumps(plan, indent=2, allow_nan=False))
+    else:
+        print_plan(Console(), plan)
+    return 0
+
+
+def _run(
+    flow: Callable[[Experiment, RunOptions], dict[str, Any]],
+    experiment: Experiment,
+    home: Home,
+    force: bool,
+    json_output: bool,
+) -> int:
+    from flows.options import RunOptions
+    from flows.output import print_result
+    from flows.runs import create_run
+    from flows.services import up
+    from tasks.progress import open_progress
+
+    home.create()
+    run = create_run(home, experiment.name, _command_line(), experiment.model_dump(mode="json"))
+    with ExitStack() as stack:
+        stack.enter_context(_recorded(run))
+        stack.enter_context(_logging_to(run.logs / "run.log"))
+        if json_output:
+            stack.enter_context(_output_to(run.logs / "output.log"))
+        progress = stack.enter_context(open_progress("log" if json_output else "auto"))
+        services = stack.enter_context(up(home, announce=lambda services: progress.note(services.description)))
+        _end_dead_runs(home, services.mlflow_uri, progress.note)
+        options = RunOptions(home=home, progress=progress, force=force, services=services, run=run)
+        result = flow(experiment, options) | {"services": services.description, "open": services.open_commands}
+        run.update(status=result["status"])
+    if json_output:
+        print(json.dumps(result, indent=2, allow_nan=False), flush=True)
+    else:
+        print_result(Console(), result, run)
+    return EXIT_CODES[result["status"]]
+
+
+def _command_line() -> str:
+    """The command as a person would type it again, from the same folder."""
+    program = "compactionrl" if shutil.which("compactionrl") else sys.argv[0]
+    home = os.environ.get("COMPACTIONRL_HOME")
+    return f"COMPACTIONRL_HOME={shlex.quote(home)} " * bool(home) + shlex.join([program, *sys.argv[1:]])
+
+
+def _end_dead_runs(home: Home, mlflow_uri: str, note: Callable[[str], None]) -> None:
+    from flows.runs import all_runs
+    from tasks.tracking import end_dead_runs
+
+    if dead := end_dead_runs(mlflow_uri):
+        note(f"ended {len(dead)} MLflow runs whose process is gone: {', '.join(dead)}")
+    for run in all_runs(home):
+        if run.record.get("status") == "running" and not run.is_running():
+            run.update(status="killed")
+
+
+@contextmanager
+def guarded(*, json_output: bool = False) -> Iterator[None]:
+    """The one place where errors become a message and an exit code.
+
+    A user's mistake is one message; a bug's traceback goes to a file that the message names.
+    """
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except CommandError as error:
+        _fail(str(error), error.exit_code, json_output, error)
+    except KeyboardInterrupt as error:
+        _fail("interrupted; the same command again continues from here", INTERRUPTED, json_output, error)
+    except Terminated as error:
+        _fail("terminated; the same command again continues from here", TERMINATED, json_output, error)
+    except (typer.Exit, typer.Abort, SystemExit):
+        raise
+    except Exception as error:
+        log = _write_traceback(error)
+        _fail(f"{type(error).__name__}: {error}\nThis is a bug; the traceback is in {log}", 1, json_output, error)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _fail(message: str, code: int, json_output: bool, error: BaseException) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[red bold]error:[/] {escape(message)}", highlight=False)
+    if json_output:
+        print(json.dumps({"status": "failed", "error": message, "exit_code": code}, indent=2), flush=True)
+    raise typer.Exit(code) from error
+
+
+def _write_traceback(error: Exception) -> Path:
+    home = Home.locate().root
+    folder = home if home.is_dir() else Path.cwd()
+    path = folder / "last-error.log"
+    try:
+        path.write_text("".join(traceback.format_exception(error)))
+    except OSError:  # the disk may be what failed
+        traceback.print_exception(error)
+    return path
+
+
+@contextmanager
+def _recorded(run: RunFolder) -> Iterator[None]:
+    """run.json says how the command ended, whatever ends it."""
+    ending: dict[str, Any] = {}
+    try:
+        yield
+    except Exception as error:
+        ending = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        raise
+    except BaseException:
+        ending = {"status": "killed"}
+        raise
+    finally:
+        with suppress(OSError):  # on a full disk the error that ends the run is the one to hear of
+            run.update(**ending, ended=datetime.now(UTC).isoformat())
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.propagate = True
+        handler.close()
+
+
+@contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Send what anything writes to stdout and stderr, subprocesses too, to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with path.open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for saved, target in zip(kept, (1, 2), strict=True):
+            os.dup2(saved, target)
+            os.close(saved)
