@@ -25,6 +25,8 @@ _BUILTINS = frozenset(
 )
 _ECHO_ESCAPE = re.compile(r"\\([\\abfnrtvc0-7])")
 _ECHO_VALUES = {"\\": "\\", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_QUOTED = frozenset(" '!\"$&()*;<=>[^`|?\\:")
+"""Characters for which GNU's messages quote a name"""
 
 
 class _PathError(Exception):
@@ -62,7 +64,8 @@ class TrailEnvironment:
             raise EnvironmentFailure(f"cannot upload to {path!r}: {error}") from None
 
     async def grade(self) -> float:
-        return float(words_of(self._started().get(self._out, "")) == self._answer)
+        written = self._started().get(self._out)
+        return float(written is not None and words_of(written) == self._answer)
 
     async def stop(self) -> None:
         self._files = None
@@ -88,21 +91,22 @@ class _Run:
         self.exit_code = 0
 
     def result(self) -> Execution:
+        """Raises ShellError where the line is refused; then nothing has changed."""
         words = self.line.words
         name = words[0] if words else None
-        run = _COMMANDS.get(name) if name is not None else None
         if name in _BUILTINS and not (name == "exit" and len(words) == 1):
             raise ShellError(f"sh: 1: {name}: not supported")
-        if self.line.redirects and name in ("cat", "ls", "grep"):
+        if self.line.redirects and name in _COMMANDS:
             raise ShellError(f"sh: 1: {name} with > is not supported")
+        text = _echo(words[1:]) if name == "echo" else ""
         target = self._open_redirects()
-        if run is not None:
-            text = run(self, words[1:])
-            if target is not None:
-                self.files[target] += text
-            else:
-                self.shown.append(text)
-        elif name is not None and name != "exit":
+        if target is not None:
+            self.files[target] += text
+        else:
+            self.shown.append(text)
+        if name in _COMMANDS:
+            _COMMANDS[name](self, words[1:])
+        elif name not in (None, "echo", "exit"):
             self._no_command(name)
         return Execution("".join(self.shown), self.exit_code)
 
@@ -138,40 +142,20 @@ class _Run:
                 return
         self.fail(f"sh: 1: {name}: not found", 127)
 
-    def echo(self, words: list[str]) -> str:
-        newline = "\n"
-        if words and words[0] == "-n":
-            newline, words = "", words[1:]
-        text = " ".join(words)
-        if "\\" not in text:
-            return text + newline
-        shown: list[str] = []
-        at = 0
-        for escape in _ECHO_ESCAPE.finditer(text):
-            shown.append(text[at : escape.start()])
-            at = escape.end()
-            letter = escape[1]
-            if letter == "c":  # prints nothing more, not even the newline
-                return "".join(shown)
-            if letter.isdigit():
-                raise ShellError(f"sh: 1: echo: \\{letter}: not supported")
-            shown.append(_ECHO_VALUES[letter])
-        return "".join(shown) + text[at:] + newline
-
-    def cat(self, words: list[str]) -> str:
+    def cat(self, words: list[str]) -> None:
         _, paths = _options("cat", words, "")
         for path in paths:
             try:
                 self.shown.append("" if path == "-" else self.files[_resolve(self.files, path)])
             except _PathError as error:
                 self.fail(f"cat: {quoted_where_needed(path)}: {error}", 1)
-        return ""
 
-    def ls(self, words: list[str]) -> str:
+    def ls(self, words: list[str]) -> None:
         _, paths = _options("ls", words, "1")
         listing = "".join(f"{name}\n" for name in sorted(self.files, key=_bytes) if not name.startswith("."))
         if not paths:
-            return listing
+            self.shown.append(listing)
+            return
         names: list[str] = []
         folders: list[str] = []
         for path in paths:
@@ -186,9 +170,9 @@ class _Run:
         blocks = ["".join(f"{name}\n" for name in sorted(names, key=_bytes))] if names else []
         for folder in sorted(folders, key=_bytes):
             blocks.append(f"{folder}:\n{listing}" if len(paths) > 1 else listing)
-        return "\n".join(blocks)
+        self.shown.append("\n".join(blocks))
 
-    def grep(self, words: list[str]) -> str:
+    def grep(self, words: list[str]) -> None:
         flags, rest = _options("grep", words, "lncivw")
         if not rest:
             raise ShellError("grep: which word? usage: grep WORD FILE…")
@@ -207,7 +191,6 @@ class _Run:
             hits = self._grep_file(matcher, flags, content, label, with_name=len(paths) > 1)
             found = found or hits > 0
         self.exit_code = 2 if failed else 0 if found else 1
-        return ""
 
     def _grep_file(self, matcher: re.Pattern[str], flags: str, content: str, label: str, with_name: bool) -> int:
         lines = content.split("\n")
@@ -225,12 +208,32 @@ class _Run:
         return len(hits)
 
 
-_COMMANDS: dict[str, Callable[[_Run, list[str]], str]] = {
+_COMMANDS: dict[str | None, Callable[[_Run, list[str]], None]] = {
     "cat": _Run.cat,
     "ls": _Run.ls,
     "grep": _Run.grep,
-    "echo": _Run.echo,
 }
+
+
+def _echo(words: list[str]) -> str:
+    newline = "\n"
+    if words and words[0] == "-n":
+        newline, words = "", words[1:]
+    text = " ".join(words)
+    if "\\" not in text:
+        return text + newline
+    shown: list[str] = []
+    at = 0
+    for escape in _ECHO_ESCAPE.finditer(text):
+        shown.append(text[at : escape.start()])
+        at = escape.end()
+        letter = escape[1]
+        if letter == "c":  # prints nothing more, not even the newline
+            return "".join(shown)
+        if letter.isdigit():
+            raise ShellError(f"sh: 1: echo: \\{letter}: not supported")
+        shown.append(_ECHO_VALUES[letter])
+    return "".join(shown) + text[at:] + newline
 
 
 def _options(command: str, words: list[str], allowed: str) -> tuple[str, list[str]]:
@@ -288,17 +291,18 @@ def _resolve(files: Mapping[str, str], path: str, create: bool = False) -> str:
 
 
 def quoted(name: str) -> str:
-    """GNU's shell-escape-always quoting, for printable names."""
-    if "'" in name and not any(c in name for c in '!"$&()*;<=>[^`|?\\'):
+    """GNU's shell-escape-always quoting. Raises ShellError for names that are not printable ASCII."""
+    if not (name.isascii() and name.isprintable()) and name:
+        raise ShellError("sh: 1: file names with special characters are not supported")
+    if "'" in name and not any(c in name for c in _QUOTED - frozenset(" ':")):
         return f'"{name}"'
     return "'" + name.replace("'", "'\\''") + "'"
 
 
 def quoted_where_needed(name: str) -> str:
     """GNU's shell-escape quoting with the colon as a special character."""
-    if not name or name in ("{", "}") or name[0] in "#~" or any(c in name for c in " \t'!\"$&()*;<=>[^`|?\\:"):
-        return quoted(name)
-    return name
+    plain = name.isascii() and name.isprintable() and not any(c in name for c in _QUOTED)
+    return name if plain and name and name not in "{}" and name[0] not in "#~" else quoted(name)
 
 
 def _bytes(name: str) -> bytes:

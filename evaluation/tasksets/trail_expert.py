@@ -132,7 +132,7 @@ class TrailExpert:
         known.pointer = next((w for w in reversed(words[2:]) if w in self._vocabulary.pointers), known.pointer or END)
 
     def _read_turn(self, action: list[str], shown: list[str], known: Known, seen: list[str], draw: str) -> None:
-        if action[:1] == ["echo"] and ">" in action:
+        if action[:1] == ["echo"] and ">" in action and not shown:
             known.finishing = True
         if action[:1] != ["cat"] or len(action) != 2:
             return
