@@ -143,7 +143,7 @@ def sweep_figure(cells: Sequence[CellResult], preset: PresetPoint, factor: Facto
 
 
 def pass_at_1_bars(rows: Sequence[ResultRow]) -> str | None:
-    """pass@1 per row with its 95% interval; hollow marks split it into compacted and uncompacted trials."""
+    """pass@1 per row with its 95% interval."""
     rows = [row for row in rows if row.pass_at_1 is not None]
     if not rows:
         return None
@@ -155,12 +155,35 @@ def pass_at_1_bars(rows: Sequence[ResultRow]) -> str | None:
             if row.interval:
                 error = [[max(0.0, score - row.interval.low)], [max(0.0, row.interval.high - score)]]
                 axes.errorbar(score, y, xerr=error, color=_INK, linewidth=1.3, capsize=3)
-            _split_marks(axes, row, y)
         axes.set_yticks(range(len(rows)), [_bar_label(row) for row in reversed(rows)])
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, 1)
         axes.set_xlabel("pass@1")
         return _svg(figure, "pass@1 by variant")
+
+
+def compacted_split(rows: Sequence[ResultRow]) -> str | None:
+    """pass@1 of the trials that compacted (filled) and of those that did not (hollow), per row.
+
+    None where no row has both.
+    """
+    rows = [r for r in rows if r.pass_at_1_compacted is not None and r.pass_at_1_uncompacted is not None]
+    if not rows:
+        return None
+    with rc_context(_STYLE | {"axes.grid.axis": "x"}):
+        figure, axes = _panel(5.6, 0.9 + 0.46 * len(rows))
+        for y, row in enumerate(reversed(rows)):
+            style = look(row.variant)
+            ends = [row.pass_at_1_compacted, row.pass_at_1_uncompacted]
+            axes.plot(ends, [y, y], color=style.colour, linewidth=1.5, alpha=0.6)
+            axes.plot(ends[0], y, "o", color=style.colour, markersize=8, clip_on=False)
+            axes.plot(ends[1], y, "o", color=style.colour, markersize=8, fillstyle="none", clip_on=False)
+        axes.set_yticks(range(len(rows)), [_bar_label(row) for row in reversed(rows)])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlim(0, 1)
+        axes.set_xlabel("pass@1")
+        return _svg(figure, "pass@1 of compacted and other trials")
 
 
 _FACTOR_LABELS: dict[Factor, str] = {
@@ -212,12 +235,6 @@ def _error_bars(groups: Sequence[list[CellResult]]) -> np.ndarray:
     return np.array(bars).T
 
 
-def _split_marks(axes: Axes, row: ResultRow, y: int) -> None:
-    for value, marker in ((row.pass_at_1_compacted, "<"), (row.pass_at_1_uncompacted, ">")):
-        if value is not None and row.pass_at_1_compacted is not None:
-            axes.plot(value, y, marker=marker, markersize=7, color=_INK, markerfacecolor="none", clip_on=False)
-
-
 def _bar_label(row: ResultRow) -> str:
     return f"{row.variant}\n({row.setting})" if row.long else row.variant
 
@@ -227,7 +244,7 @@ def _tick(factor: Factor, value: int) -> str:
 
 
 def _dodge(n: int) -> np.ndarray:
-    return np.linspace(-0.04, 0.04, n) * (n - 1) if n > 1 else np.zeros(1)
+    return np.linspace(-0.05, 0.05, n) * (n - 1) if n > 1 else np.zeros(1)
 
 
 def _score_axis(axes: Axes) -> None:

@@ -115,8 +115,13 @@ def _charts(data: ReportData, rows: Sequence[ResultRow]) -> list[tuple[str, list
     ]
     bars = _chart(
         "pass@1 by variant",
-        "Bar: pass@1 with its 95% interval. Hollow marks: ◁ trials that compacted, ▷ trials that did not.",
+        "Means over seeds with 95% intervals.",
         plots.pass_at_1_bars(rows),
+    )
+    split = _chart(
+        "Compacted or not",
+        "Filled: trials that compacted or tried to. Hollow: the others. The two groups hold different tasks.",
+        plots.compacted_split(rows),
     )
     curves = [
         _chart(
@@ -126,7 +131,7 @@ def _charts(data: ReportData, rows: Sequence[ResultRow]) -> list[tuple[str, list
         )
         for title, metric, label in _CURVES
     ]
-    sections = [("Results at the preset's own point", [bars]), ("Training", curves), ("Sweeps", sweep)]
+    sections = [("Results at the preset's own point", [bars, split]), ("Training", curves), ("Sweeps", sweep)]
     return [(title, [c for c in charts if c]) for title, charts in sections if any(charts)]
 
 
@@ -221,7 +226,9 @@ def _cautions(rows: Sequence[ResultRow], data: ReportData) -> list[str]:
             "in no score; if they failed on hard tasks, the scores are too high."
         )
     if any(row.seeds == 1 for row in rows):
-        cautions.append("Some variants ran with one training seed: nothing here says how much another seed would differ.")
+        cautions.append(
+            "Some variants ran with one training seed: nothing here says how much another seed would differ."
+        )
     if any(row.interval and row.interval.low == row.interval.high for row in rows):
         cautions.append(
             "An interval of no width means that every task had the same score; it says nothing about tasks not seen."

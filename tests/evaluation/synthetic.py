@@ -64,8 +64,11 @@ def make_cells(world: World = PAPER_LIKE, seeds: tuple[int, ...] = (0, 1, 2), n_
     return cells
 
 
-def make_cell(cell: Cell, probability: float, world: World, n_tasks: int, repeats: int = 1) -> CellResult:
-    """`probability` is met exactly by the number of solved trials; which tasks are solved is drawn."""
+def make_cell(
+    cell: Cell, probability: float, world: World = PAPER_LIKE, n_tasks: int = 400, repeats: int = 1, errored: int = 0
+) -> CellResult:
+    """`probability` is met exactly by the number of solved trials; which tasks are solved is drawn. The first
+    `errored` trials have no reward."""
     rng = np.random.default_rng([sum(cell.name.encode()), cell.seed, cell.window, cell.cap, cell.keep_recent or 0])
     solved = np.zeros(n_tasks * repeats, dtype=bool)
     solved[: round(probability * len(solved))] = True
@@ -79,8 +82,8 @@ def make_cell(cell: Cell, probability: float, world: World, n_tasks: int, repeat
                 key=cell.trial_key("trail/test", f"trail-{i // repeats}", i % repeats),
                 seed=cell.seed,
                 temperature=cell.temperature,
-                reward=float(solved[i]),
-                error_class=None,
+                reward=None if i < errored else float(solved[i]),
+                error_class="environment" if i < errored else None,
                 stop_reason="finished" if solved[i] or rng.random() < 0.5 else "context_full",
                 compactions=compactions,
                 compacted=compactions > 0,
