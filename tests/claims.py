@@ -15,13 +15,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from pydantic import ValidationError
 
-from evaluation.analysis.pooling import PresetPoint, by_seed, compare_cells, pooled_interval, pooled_mean
+from evaluation.analysis.pooling import PresetPoint, compare_cells, pooled_interval, pooled_mean
 from evaluation.analysis.statistics import Comparison
 from evaluation.analysis.tables import format_difference, format_interval, format_score
 from evaluation.grid import Cell
@@ -79,11 +80,19 @@ class Evidence:
         """One cell per seed, in order of seeds. Raises MissingCell for any that is not there."""
         temperature = 0.0 if greedy else TEMPERATURE
         wanted = [Cell(variant, seed, window, cap, keep_recent, temperature) for seed in SEEDS]
-        found = by_seed(cell for cell in self.cells if cell.cell in wanted)
-        missing = [cell.name for cell in wanted if cell not in [result.cell for result in found]]
+        missing = [cell.name for cell in wanted if cell not in self._by_cell]
         if missing:
             raise MissingCell("missing: " + "; ".join(missing))
-        return found
+        return [self._by_cell[cell] for cell in wanted]
+
+    @cached_property
+    def _by_cell(self) -> dict[Cell, CellResult]:
+        by_cell: dict[Cell, CellResult] = {}
+        for result in self.cells:
+            if result.cell in by_cell:
+                raise ValueError(f"two results for {result.cell.name}; keep one")
+            by_cell[result.cell] = result
+        return by_cell
 
 
 def every_cell_is_there(e: Evidence) -> Verdict:

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from evaluation.analysis.pooling import PresetPoint, own_cells, pooled_interval, pooled_mean
+from evaluation.analysis.pooling import PresetPoint, own_cells, pooled, pooled_interval, pooled_mean
 from evaluation.analysis.tables import ResultRow, variants_in
 from evaluation.grid import format_tokens
 from evaluation.results import CellResult
@@ -131,7 +131,7 @@ def sweep_figure(cells: Sequence[CellResult], preset: PresetPoint, factor: Facto
             style = look(variant)
             x = [values.index(value) + offset for value in sorted(by_value)]
             groups = [by_value[value] for value in sorted(by_value)]
-            y = [pooled_mean(group) for group in groups]
+            y = [pooled_mean(group) or 0.0 for group in groups]
             axes.errorbar(
                 x, y, yerr=_error_bars(groups), color=style.colour, marker=style.marker, markersize=5, linewidth=1.5
             )
@@ -155,10 +155,7 @@ def pass_at_1_bars(rows: Sequence[ResultRow]) -> str | None:
             if row.interval:
                 error = [[max(0.0, score - row.interval.low)], [max(0.0, row.interval.high - score)]]
                 axes.errorbar(score, y, xerr=error, color=_INK, linewidth=1.3, capsize=3)
-        axes.set_yticks(range(len(rows)), [_bar_label(row) for row in reversed(rows)])
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlim(0, 1)
-        axes.set_xlabel("pass@1")
+        _row_axis(axes, list(reversed(rows)))
         return _svg(figure, "pass@1 by variant")
 
 
@@ -167,22 +164,21 @@ def compacted_split(rows: Sequence[ResultRow]) -> str | None:
 
     None where no row has both.
     """
-    rows = [r for r in rows if r.pass_at_1_compacted is not None and r.pass_at_1_uncompacted is not None]
-    if not rows:
+    splits = [
+        (row, row.pass_at_1_compacted, row.pass_at_1_uncompacted)
+        for row in reversed(rows)
+        if row.pass_at_1_compacted is not None and row.pass_at_1_uncompacted is not None
+    ]
+    if not splits:
         return None
     with rc_context(_STYLE | {"axes.grid.axis": "x"}):
-        figure, axes = _panel(5.6, 0.9 + 0.46 * len(rows))
-        for y, row in enumerate(reversed(rows)):
-            style = look(row.variant)
-            ends = [row.pass_at_1_compacted, row.pass_at_1_uncompacted]
-            axes.plot(ends, [y, y], color=style.colour, linewidth=1.5, alpha=0.6)
-            axes.plot(ends[0], y, "o", color=style.colour, markersize=8, clip_on=False)
-            axes.plot(ends[1], y, "o", color=style.colour, markersize=8, fillstyle="none", clip_on=False)
-        axes.set_yticks(range(len(rows)), [_bar_label(row) for row in reversed(rows)])
-        axes.tick_params(axis="y", length=0)
-        axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlim(0, 1)
-        axes.set_xlabel("pass@1")
+        figure, axes = _panel(5.6, 0.9 + 0.46 * len(splits))
+        for y, (row, compacted, other) in enumerate(splits):
+            colour = look(row.variant).colour
+            axes.plot([compacted, other], [y, y], color=colour, linewidth=1.5, alpha=0.6)
+            axes.plot(compacted, y, "o", color=colour, markersize=8, clip_on=False)
+            axes.plot(other, y, "o", color=colour, markersize=8, fillstyle="none", clip_on=False)
+        _row_axis(axes, [row for row, _, _ in splits])
         return _svg(figure, "pass@1 of compacted and other trials")
 
 
@@ -206,14 +202,14 @@ def _lines(points: Sequence[CurvePoint], metric: str) -> dict[str, dict[int, dic
 def _sweep_series(
     cells: Sequence[CellResult], preset: PresetPoint, factor: Factor
 ) -> dict[str, dict[int, list[CellResult]]]:
-    """variant → value of the factor → its cells, one per seed."""
+    """variant → value of the factor → its cells, one per seed; cells without any score are left out."""
     series: dict[str, dict[int, list[CellResult]]] = {}
     for variant in variants_in(cells):
         own = [c for c in cells if c.variant == variant and not c.cell.greedy]
         by_value = {
             value: group
             for value in sorted({getattr(c, factor) for c in own} - {None})
-            if (group := own_cells(own, _moved(preset, factor, value), variant))
+            if pooled(group := own_cells(own, _moved(preset, factor, value), variant))
         }
         if len(by_value) > 1:
             series[variant] = by_value
@@ -245,6 +241,15 @@ def _tick(factor: Factor, value: int) -> str:
 
 def _dodge(n: int) -> np.ndarray:
     return np.linspace(-0.05, 0.05, n) * (n - 1) if n > 1 else np.zeros(1)
+
+
+def _row_axis(axes: Axes, rows: Sequence[ResultRow]) -> None:
+    """Rows from the bottom up against pass@1 from 0 to 1."""
+    axes.set_yticks(range(len(rows)), [_bar_label(row) for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("pass@1")
 
 
 def _score_axis(axes: Axes) -> None:

@@ -6,6 +6,7 @@ that ran; with three of them it says little of others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -48,7 +49,7 @@ def own_cells(
 def by_seed(cells: Iterable[CellResult]) -> list[CellResult]:
     """In order of seeds. Raises ValueError for two cells of one variant and seed: the same cell was run twice."""
     ordered = sorted(cells, key=lambda c: (c.variant, c.seed))
-    for first, second in zip(ordered, ordered[1:], strict=False):
+    for first, second in itertools.pairwise(ordered):
         if (first.variant, first.seed) == (second.variant, second.seed):
             raise ValueError(f"two results for {first.cell.name}; keep one")
     return ordered

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from evaluation.analysis.statistics import (
     Interval,
@@ -112,7 +113,19 @@ def test_sampled_sign_flip_agrees_with_mcnemar_on_binary_pairs():
 
 def test_sampled_sign_flip_is_never_zero_and_repeats():
     differences = np.full(500, 0.5)
-    assert sign_flip_test(differences) == sign_flip_test(differences) == pytest.approx(2 / 10_000)
+    assert sign_flip_test(differences) == sign_flip_test(differences) == pytest.approx(1 / 10_000)
+
+
+def test_sign_flip_agrees_with_scipy_on_many_pairs():
+    differences = np.random.default_rng(5).normal(0.12, 1.0, size=200)
+    expected = stats.permutation_test(
+        (differences, np.zeros(200)),
+        lambda x, y, axis: np.mean(x - y, axis=axis),
+        permutation_type="samples",
+        n_resamples=9_999,
+        rng=np.random.default_rng(1),
+    )
+    assert sign_flip_test(differences) == pytest.approx(expected.pvalue, abs=0.015)
 
 
 def test_comparison_at_one_repeat_is_mcnemar_on_common_tasks_only():
