@@ -6,9 +6,11 @@ TEST_ARGS ?= -n 2 --dist loadgroup
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+RESULTS := $(or $(COMPACTIONRL_HOME),compactionrl-data)
 
 # One thread per process: the stages run side by side, and spinning OpenMP threads on shared cores are slower.
-export OMP_NUM_THREADS ?= 1
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
 
 .PHONY: help reproduce test lint benchmarks claims resolve install clean
 
@@ -35,8 +37,9 @@ lint: $(INSTALLED)
 	@$(BIN)/mypy
 
 claims: $(INSTALLED)
-	@$(BIN)/compactionrl reproduce --preset tiny --variants all --seeds 0,1,2 --json $(ARGS) > claims.json
-	@$(BIN)/python -m tests.claims claims.json
+	@mkdir -p $(RESULTS)
+	$(BIN)/compactionrl reproduce --preset tiny --variants all --seeds 0,1,2 --json $(ARGS) > $(RESULTS)/claims.json
+	@$(BIN)/python -m tests.claims $(RESULTS)/claims.json
 
 benchmarks: $(INSTALLED)
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
