@@ -32,8 +32,8 @@ class AdvantageSettings(Settings):
     )
     cross_segment: Literal["discount", "none", "exact"] = Field(
         "discount",
-        description="discount: reward at each segment's end times (γλ)^N of the later tokens (the paper); none: without "
-        "that factor; exact: reward once at the rollout's end, values bootstrap across segments",
+        description="discount: reward at each segment's end times (γλ)^N of the later tokens (the paper); none: "
+        "without that factor; exact: reward once at the rollout's end, values bootstrap across segments",
     )
     whiten: bool = Field(False, description="shift and scale the batch's advantages to mean 0 and std 1")
 
@@ -75,14 +75,11 @@ def segment_factors(lengths: Sequence[int], settings: AdvantageSettings) -> np.n
         return np.ones(len(lengths))
     total = sum(lengths)
     later = total - np.cumsum(np.asarray(lengths, dtype=np.int64))
-    return np.array(
-        [
-            cross_segment_factor(
-                int(n), _lambda_length(own, total, settings), alpha=settings.alpha, gamma=settings.gamma
-            )
-            for n, own in zip(later, lengths, strict=True)
-        ]
-    )
+    factors = np.ones(len(lengths))
+    for s, (n, own) in enumerate(zip(later, lengths, strict=True)):
+        length = _lambda_length(own, total, settings)
+        factors[s] = cross_segment_factor(int(n), length, alpha=settings.alpha, gamma=settings.gamma)
+    return factors
 
 
 def _lambda_length(own: int, total: int, settings: AdvantageSettings) -> int:

@@ -7,33 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 
-from compaction.settings import Settings
 from rl.rows import Row
-
-CriticLoss = Literal["bce", "mse"]
+from rl.settings import CriticLoss, LossSettings
 
 # exp of it is still finite in float32: a ratio this large is clipped or dropped, and never becomes inf * 0 = NaN.
 _LARGEST_LOG_RATIO = 60.0
-
-
-class LossSettings(Settings):
-    """The policy loss (paper section on the token-level loss)."""
-
-    mean: Literal["token", "segment"] = Field(
-        "token", description="token: mean over all optimized tokens of the batch; segment: mean of per-segment means"
-    )
-    clip: Literal["ppo", "double_sided"] = Field(
-        "ppo", description="ppo: clipped ratio; double_sided: tokens outside the trust region drop out (SAO)"
-    )
-    eps_low: float = Field(0.2, ge=0, description="the ratio's lower bound is 1 − eps_low")
-    eps_high: float = Field(0.28, ge=0, description="the ratio's upper bound is 1 + eps_high")
 
 
 def token_weights(

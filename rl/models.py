@@ -25,7 +25,7 @@ def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     """A causal language model from an ordinary checkpoint folder, in eval mode.
 
     Eval mode also while training: dropout would make the first update's ratio differ from 1.
-    Raises CheckpointNotFound, and ValueError for a model whose logits are not its head applied to its last hidden state.
+    Raises CheckpointNotFound, and ValueError for a model whose logits are more than its head on its last hidden state.
     """
     model = AutoModelForCausalLM.from_pretrained(_checked(folder), dtype=dtype, attn_implementation="sdpa")
     _check_plain_head(model)

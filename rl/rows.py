@@ -71,8 +71,8 @@ class Row:
 def rows_of(rollout: Rollout, *, train_summaries: bool = True, share_prefix: bool = True) -> list[Row]:
     """The rows of a rollout, in order; windows in which nothing was sampled give none.
 
-    Without `train_summaries` the summaries' tokens are not optimized and left off. Without `share_prefix` a summary gets
-    a row of its own: its window again as context, its instruction, its tokens.
+    Without `train_summaries` the summaries' tokens are not optimized and left off. Without `share_prefix` a summary
+    gets a row of its own: its window again as context, its instruction, its tokens.
     """
     rows = []
     for execution, summary in rollout.windows():
@@ -128,8 +128,8 @@ def _row(rollout_id: str, pieces: Sequence[_Piece]) -> Row:
 def gather_segments(rows: Sequence[Row], per_row: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
     """Per rollout (in order of first appearance), per segment in order: the [n_s] values of its optimized tokens.
 
-    `per_row[i]` holds one value per optimized token of `rows[i]`. Segments that no row holds get an empty array, so that
-    position in the list is the segment's ordinal. Raises ValueError where a segment is spread over rows.
+    `per_row[i]` holds one value per optimized token of `rows[i]`. Segments that no row holds get an empty array, so
+    that the position in the list is the segment's ordinal. Raises ValueError where a segment is spread over rows.
     """
     found: dict[str, dict[int, np.ndarray]] = {}
     for row, values in zip(rows, per_row, strict=True):

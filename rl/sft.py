@@ -8,35 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
-from compaction.settings import Settings
-from rl.batching import micro_batches
+from rl.batching import MicroBatch, micro_batches
 from rl.models import token_logprobs
+from rl.optimization import GuardedOptimizer
 from rl.rows import Row
-
-
-class SFTStage(Settings):
-    """A number of steps at one step size."""
-
-    steps: int = Field(ge=1, description="optimiser steps of this stage")
-    tokens_per_step: int = Field(ge=1, description="tokens of whole rows that one step reads, about")
-
-
-class SFTSettings(Settings):
-    """Supervised fine-tuning. Defaults are the tiny preset's."""
-
-    stages: tuple[SFTStage, ...] = Field(
-        (SFTStage(steps=300, tokens_per_step=1_500), SFTStage(steps=1_600, tokens_per_step=3_000)),
-        min_length=1,
-        description="stages in order; each reads its own rows",
-    )
-    lr: float = Field(4e-3, gt=0, description="peak learning rate; falls to 0 along a cosine over all stages")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="AdamW's moment decays")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
-    clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
-    context_weight: float = Field(0.1, ge=0, le=1, description="weight of an observation's token beside an action's 1")
-    micro_batch_tokens: int = Field(4_096, ge=1, description="most padded tokens in one forward pass")
+from rl.settings import SFTSettings
 
 
 def sft_weights(row: Row, context_weight: float) -> np.ndarray:
@@ -53,14 +30,19 @@ def run_sft(
     """Train `policy` in place; yields the metrics of every step as it is made.
 
     `rows[i]` are read by stage i, in whole rows, in a seeded order, around and around. `sft/loss` is the mean negative
-    log-likelihood over actions and summaries alone. Raises ValueError on a stage without rows.
+    log-likelihood over actions and summaries alone. Raises ValueError on a stage without rows, and TrainingDiverged.
     """
     if len(rows) != len(settings.stages) or not all(rows):
         raise ValueError(
             f"{len(settings.stages)} stages need one non-empty list of rows each, got {[len(r) for r in rows]} rows"
         )
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+    optimizer = GuardedOptimizer(
+        policy.parameters(),
+        lr=settings.lr,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        max_skipped=settings.max_skipped,
     )
     total = sum(stage.steps for stage in settings.stages)
     generator = np.random.default_rng(seed)
@@ -69,8 +51,7 @@ def run_sft(
         chunks = _chunks(stage_rows, stage.tokens_per_step, generator)
         for _ in range(stage.steps):
             lr = settings.lr * 0.5 * (1.0 + math.cos(math.pi * step / total))
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            optimizer.set_lr(lr)
             yield {"sft/learning_rate": lr} | _step(policy, optimizer, next(chunks), settings)
             step += 1
 
@@ -88,25 +69,25 @@ def _chunks(rows: Sequence[Row], tokens: int, generator: np.random.Generator) ->
                 chunk, read = [], 0
 
 
-def _step(
-    policy: Any, optimizer: torch.optim.Optimizer, rows: Sequence[Row], settings: SFTSettings
-) -> dict[str, float]:
-    token_weights = [sft_weights(row, settings.context_weight) for row in rows]
-    wanted = [weights > 0 for weights in token_weights]
+def _step(policy: Any, optimizer: GuardedOptimizer, rows: Sequence[Row], settings: SFTSettings) -> dict[str, float]:
+    per_row = [sft_weights(row, settings.context_weight) for row in rows]
+    wanted = [weights > 0 for weights in per_row]
+    flat = np.concatenate([weights[mask] for weights, mask in zip(per_row, wanted, strict=True)])
     parameter = next(policy.parameters())
-    flat = np.concatenate([weights[mask] for weights, mask in zip(token_weights, wanted, strict=True)])
     weights = torch.from_numpy(flat / max(flat.sum(), 1.0)).to(parameter)
-    spoken = torch.from_numpy(flat == 1.0).to(parameter)
-    optimizer.zero_grad(set_to_none=True)
-    spoken_nll = torch.zeros((), dtype=torch.float64)
-    for mb in micro_batches(rows, wanted, settings.micro_batch_tokens, parameter.device):
-        nll = -token_logprobs(policy, mb, 1.0)
-        (weights[mb.places] * nll).sum().backward()
-        spoken_nll += (spoken[mb.places] * nll.detach()).sum().cpu()
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.clip_grad)
-    optimizer.step()
+    nll = torch.zeros_like(weights)
+
+    def loss_of(batch: MicroBatch) -> torch.Tensor:
+        each = -token_logprobs(policy, batch, 1.0)
+        nll[batch.places] = each.detach().to(nll)
+        return (weights[batch.places] * each).sum()
+
+    batches = micro_batches(rows, wanted, settings.micro_batch_tokens, parameter.device)
+    _, norm = optimizer.step(batches, loss_of)
+    spoken = np.concatenate([row.optimized[mask] for row, mask in zip(rows, wanted, strict=True)])
     return {
-        "sft/loss": float(spoken_nll / max(spoken.sum().item(), 1.0)),
-        "sft/grad_norm": float(norm),
+        "sft/loss": float(nll.cpu().numpy()[spoken].mean()),
+        "sft/grad_norm": norm,
         "sft/tokens": float(sum(len(row.token_ids) for row in rows)),
+        "sft/skipped_steps": float(optimizer.skipped),
     }

@@ -1,47 +1,24 @@
-"""The trainer: policy and critic with their optimisers, in the order of the design page "Learning: one order, no leaks".
+"""The trainer: policy and critic with their optimisers (design "Learning: one order, no leaks").
 
-A caller asks for `values` first (frozen for the batch), computes advantages on the driver, then calls `update_critic` and
-`update_policy` in either order: neither changes the advantages it was given.
+A caller asks for `values` first (frozen for the batch), computes advantages on the driver, then calls `update_critic`
+and `update_policy` in either order: neither changes the advantages it was given.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from safetensors import SafetensorError
 
-from compaction.settings import Settings
 from rl.batching import MicroBatch, micro_batches
-from rl.losses import CriticLoss, LossSettings, critic_loss, policy_loss, predicted_values, token_weights
+from rl.losses import critic_loss, policy_loss, predicted_values, token_weights
 from rl.models import load_critic, load_policy, save_policy, token_logprobs, token_values
+from rl.optimization import GuardedOptimizer
 from rl.rows import Row
-
-
-class TrainingDiverged(Exception):
-    """Too many steps in a row had a loss or gradient that is not finite."""
-
-
-class TrainerSettings(Settings):
-    """How policy and critic are updated. Defaults are the paper's where it gives them."""
-
-    policy_lr: float = Field(2e-6, ge=0, description="learning rate of the policy")
-    critic_lr: float = Field(3e-6, ge=0, description="learning rate of the critic")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="Adam's moment decays, for both optimisers")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay, for both optimisers")
-    clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
-    critic_updates: int = Field(2, ge=1, description="critic updates per policy update")
-    critic_loss: CriticLoss = Field("bce", description="bce on R in [0, 1], or mse")
-    loss: LossSettings = LossSettings()
-    temperature: float = Field(1.0, ge=0, description="the rollouts' sampling temperature; logprobs are taken at it")
-    micro_batch_tokens: int = Field(4_096, ge=1, description="most padded tokens in one forward pass")
-    max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
-    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of weights and activations")
+from rl.settings import LossSettings, TrainerSettings
 
 
 class Trainer:
@@ -56,8 +33,8 @@ class Trainer:
         dtype = getattr(torch, settings.dtype)
         self.policy = load_policy(checkpoint, dtype).to(self._device)
         self.critic = load_critic(checkpoint, dtype).to(self._device)
-        self._policy_step = _Step(self.policy.parameters(), settings.policy_lr, settings)
-        self._critic_step = _Step(self.critic.parameters(), settings.critic_lr, settings)
+        self._policy_optimizer = _optimizer(self.policy, settings.policy_lr, settings)
+        self._critic_optimizer = _optimizer(self.critic, settings.critic_lr, settings)
 
     @torch.no_grad()
     def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -89,12 +66,12 @@ class Trainer:
                 predictions[mb.places] = output.detach()  # noqa: B023
                 return critic_loss(output, target[mb.places], weight[mb.places], self.settings.critic_loss)
 
-            loss, norm = self._critic_step.take(batches, loss_of)
+            loss, norm = self._critic_optimizer.step(batches, loss_of)
             if update == 0:
                 values = predicted_values(predictions, self.settings.critic_loss)
                 metrics = {"critic/loss": loss, "critic/grad_norm": norm, "critic/value_mean": float(values.mean())}
                 metrics |= _explained_variance(values.cpu().numpy(), target.cpu().numpy())
-        return _finite(metrics) | {"critic/skipped_steps": float(self._critic_step.skipped)}
+        return _finite(metrics) | {"critic/skipped_steps": float(self._critic_optimizer.skipped)}
 
     def update_policy(
         self,
@@ -124,7 +101,7 @@ class Trainer:
             kl.append(result.kl_to_sampler)
             return result.loss
 
-        loss, norm = self._policy_step.take(batches, loss_of)
+        loss, norm = self._policy_optimizer.step(batches, loss_of)
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
@@ -133,7 +110,7 @@ class Trainer:
         }
         metrics |= _sampling_metrics(rows, new.cpu().numpy(), sampled.cpu().numpy(), self.version)
         self.version += 1
-        return _finite(metrics) | {"train/skipped_steps": float(self._policy_step.skipped)}
+        return _finite(metrics) | {"train/skipped_steps": float(self._policy_optimizer.skipped)}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the policy's state dict on the CPU, the tied head included under its own name."""
@@ -144,29 +121,34 @@ class Trainer:
         save_policy(self.policy, folder, self._source)
 
     def save(self, folder: Path) -> None:
-        """Everything needed to go on: `policy/` (a checkpoint folder), the critic, both optimisers, RNG, the version."""
-        self.save_policy(folder / "policy")
+        """All that is needed to go on: `policy/` (a checkpoint folder), critic, both optimisers, RNG, the version.
+
+        Raises OSError where a file cannot be written.
+        """
         state = {
             "version": self.version,
-            "policy": self.policy.state_dict(),
             "critic": self.critic.state_dict(),
-            "policy_step": self._policy_step.state(),
-            "critic_step": self._critic_step.state(),
-            "rng": {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()},
+            "policy_optimizer": self._policy_optimizer.state(),
+            "critic_optimizer": self._critic_optimizer.state(),
+            "rng": torch.get_rng_state(),
         }
-        torch.save(state, folder / "trainer.pt")
+        try:
+            self.save_policy(folder / "policy")
+            torch.save(state, folder / "trainer.pt")
+        except (RuntimeError, SafetensorError) as error:
+            # What torch and safetensors raise where a write fails.
+            raise OSError(f"could not save the trainer to {folder}: {error}") from error
 
     def load(self, folder: Path) -> None:
         """Continue from a folder that `save` wrote, bit for bit."""
-        state = torch.load(folder / "trainer.pt", map_location=self._device, weights_only=False)
-        self.version = state["version"]
-        self.policy.load_state_dict(state["policy"])
+        state = torch.load(folder / "trainer.pt", map_location=self._device, weights_only=True)
+        dtype = getattr(torch, self.settings.dtype)
+        self.policy.load_state_dict(load_policy(folder / "policy", dtype).state_dict())
         self.critic.load_state_dict(state["critic"])
-        self._policy_step.restore(state["policy_step"])
-        self._critic_step.restore(state["critic_step"])
-        torch.set_rng_state(state["rng"]["torch"].cpu())
-        np.random.set_state(state["rng"]["numpy"])
-        random.setstate(state["rng"]["python"])
+        self._policy_optimizer.restore(state["policy_optimizer"])
+        self._critic_optimizer.restore(state["critic_optimizer"])
+        self.version = state["version"]
+        torch.set_rng_state(state["rng"].cpu())
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         wanted = [row.optimized for row in rows]
@@ -185,56 +167,20 @@ class Trainer:
         return np.split(out.cpu().numpy().astype(np.float32), np.cumsum(counts)[:-1]) if counts else []
 
 
-class _Step:
-    """One optimiser and its guard: a step whose loss or gradient is not finite is skipped and counted."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float, settings: TrainerSettings) -> None:
-        self._parameters = list(parameters)
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-        )
-        self._clip_grad = settings.clip_grad
-        self._max_skipped = settings.max_skipped
-        self._in_a_row = 0
-        self.skipped = 0
-
-    def take(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], torch.Tensor]) -> tuple[float, float]:
-        """(loss, gradient norm) of one step over all micro-batches."""
-        self._optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for mb in batches:
-            loss = loss_of(mb)
-            loss.backward()
-            total += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_grad))
-        if not (np.isfinite(total) and np.isfinite(norm)):
-            self._skip(total, norm)
-        elif batches:
-            self._optimizer.step()
-            self._in_a_row = 0
-        self._optimizer.zero_grad(set_to_none=True)
-        return total, norm
-
-    def _skip(self, loss: float, norm: float) -> None:
-        self.skipped += 1
-        self._in_a_row += 1
-        if self._in_a_row >= self._max_skipped:
-            raise TrainingDiverged(
-                f"{self._in_a_row} steps in a row had a loss or gradient that is not finite (last: loss {loss}, gradient "
-                f"norm {norm}); lower the learning rate and resume from the last checkpoint"
-            )
-
-    def state(self) -> dict[str, Any]:
-        return {"optimizer": self._optimizer.state_dict(), "skipped": self.skipped, "in_a_row": self._in_a_row}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+def _optimizer(model: torch.nn.Module, lr: float, settings: TrainerSettings) -> GuardedOptimizer:
+    return GuardedOptimizer(
+        model.parameters(),
+        lr=lr,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        max_skipped=settings.max_skipped,
+    )
 
 
 def _explained_variance(values: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     """1 − Var(target − V) / Var(target); left out where all targets are equal."""
-    if len(targets) == 0 or np.ptp(targets) == 0:
+    if len(targets) == 0 or not np.isfinite(targets).all() or np.ptp(targets) == 0:
         return {}
     return {"critic/explained_variance": float(1.0 - np.var(targets - values) / np.var(targets))}
 

@@ -1,0 +1,94 @@
+"""Settings of everything in `rl`, apart from the code that reads them: composing an experiment imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from compaction.settings import Settings
+from rl.advantages import AdvantageSettings
+
+CriticLoss = Literal["bce", "mse"]
+
+
+class TinySettings(Settings):
+    """Sizes of the embedded model and its tokenizer."""
+
+    layers: int = Field(2, ge=1, description="decoder layers")
+    width: int = Field(64, ge=1, description="hidden size")
+    heads: int = Field(2, ge=1, description="attention heads")
+    head_size: int = Field(32, ge=2, multiple_of=2, description="size of one head; vLLM on CPU needs at least 32")
+    feed_forward: int = Field(160, ge=1, description="inner size of the feed-forward block")
+    rope_theta: float = Field(1000.0, gt=0, description="base of the rotary position embedding")
+    vocabulary: int = Field(768, ge=261, description="most tokenizer entries: 256 bytes, 5 special tokens, merges")
+    max_positions: int = Field(512, ge=1, description="longest sequence in tokens")
+    seed: int = Field(0, ge=0, description="seed of the random initial weights")
+
+
+class SFTStage(Settings):
+    """A number of steps at one step size."""
+
+    steps: int = Field(ge=1, description="optimiser steps of this stage")
+    tokens_per_step: int = Field(ge=1, description="tokens of whole rows that one step reads, about")
+
+
+class SFTSettings(Settings):
+    """Supervised fine-tuning. Defaults are the tiny preset's."""
+
+    stages: tuple[SFTStage, ...] = Field(
+        (SFTStage(steps=300, tokens_per_step=1_500), SFTStage(steps=1_600, tokens_per_step=3_000)),
+        min_length=1,
+        description="stages in order; each reads its own rows",
+    )
+    lr: float = Field(4e-3, gt=0, description="peak learning rate; falls to 0 along a cosine over all stages")
+    betas: tuple[float, float] = Field((0.9, 0.98), description="AdamW's moment decays")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
+    clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
+    context_weight: float = Field(0.1, ge=0, le=1, description="weight of an observation's token beside an action's 1")
+    micro_batch_tokens: int = Field(2_048, ge=1, description="most padded tokens in one forward pass")
+    max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
+
+
+class LossSettings(Settings):
+    """The policy loss (paper section on the token-level loss)."""
+
+    mean: Literal["token", "segment"] = Field(
+        "token", description="token: mean over all optimized tokens of the batch; segment: mean of per-segment means"
+    )
+    clip: Literal["ppo", "double_sided"] = Field(
+        "ppo", description="ppo: clipped ratio; double_sided: tokens outside the trust region drop out (SAO)"
+    )
+    eps_low: float = Field(0.2, ge=0, description="the ratio's lower bound is 1 − eps_low")
+    eps_high: float = Field(0.28, ge=0, description="the ratio's upper bound is 1 + eps_high")
+
+
+class TrainerSettings(Settings):
+    """How policy and critic are updated. Defaults are the paper's where it gives them."""
+
+    policy_lr: float = Field(2e-6, ge=0, description="learning rate of the policy")
+    critic_lr: float = Field(3e-6, ge=0, description="learning rate of the critic")
+    betas: tuple[float, float] = Field((0.9, 0.98), description="Adam's moment decays, for both optimisers")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay, for both optimisers")
+    clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
+    critic_updates: int = Field(2, ge=1, description="critic updates per policy update")
+    critic_loss: CriticLoss = Field("bce", description="bce on R in [0, 1], or mse")
+    loss: LossSettings = LossSettings()
+    temperature: float = Field(1.0, ge=0, description="the rollouts' sampling temperature; logprobs are taken at it")
+    micro_batch_tokens: int = Field(2_048, ge=1, description="most padded tokens in one forward pass")
+    max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of weights and activations")
+
+
+class PPOSettings(Settings):
+    """One run of PPO. Defaults are the paper's where it gives them."""
+
+    steps: int = Field(100, ge=0, description="policy updates")
+    batch_size: int = Field(128, ge=1, description="rollouts per policy update")
+    group_size: int = Field(1, ge=1, description="rollouts per prompt; above 1 only the group estimator needs it")
+    advantage: AdvantageSettings = AdvantageSettings()
+    train_summaries: bool = Field(True, description="summaries are optimized (the paper's summary loss)")
+    share_prefix: bool = Field(True, description="an execution segment and its summary share one forward pass")
+    overlong_mask: bool = Field(False, description="no gradient from rollouts that hit a limit (SUPO)")
+    max_staleness: int = Field(0, ge=0, le=0, description="0 = synchronous and bit-reproducible")
+    max_empty_batches: int = Field(3, ge=1, description="stop after this many batches in a row without a usable rollout")
