@@ -70,6 +70,7 @@ class PrefectServer:
     def using(self) -> Iterator[RunningServer]:
         """Find or start the server and hold it: it may still be starting, see `wait_until_healthy`."""
         mine = self.users / f"{os.getpid()}-{time.monotonic_ns()}.json"
+        server = None
         try:
             with self.lock:
                 self.users.mkdir(parents=True, exist_ok=True)
@@ -79,8 +80,8 @@ class PrefectServer:
         finally:
             with self.lock:
                 mine.unlink(missing_ok=True)
-                if not self.live_users():
-                    self._stop()
+                if server and not self.live_users():  # known from here: somebody may have deleted the whole home
+                    self._stop(server)
 
     def running(self) -> RunningServer | None:
         """The recorded server, if its very process is alive."""
@@ -108,9 +109,10 @@ class PrefectServer:
     def stop_if_unused(self) -> bool:
         """Stop a server that a killed command left behind. True if one was stopped."""
         with self.lock:
-            if self.live_users() or not self.running():
+            server = self.running()
+            if server is None or self.live_users():
                 return False
-            self._stop()
+            self._stop(server)
             return True
 
     def _start(self) -> RunningServer:
@@ -144,9 +146,8 @@ class PrefectServer:
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         }
 
-    def _stop(self) -> None:
-        if server := self.running():
-            stop_process(server.process)
+    def _stop(self, server: RunningServer) -> None:
+        stop_process(server.process)
         self.record.unlink(missing_ok=True)
 
 

@@ -171,7 +171,13 @@ def _replace(content: Any, loc: tuple[int | str, ...], value: int) -> bool:
 
 
 def _describe(model: type[BaseModel], error: ValidationError, where: str) -> str:
-    lines = [_describe_one(model, problem) for problem in error.errors()]
+    problems = error.errors()
+    elements = {problem["loc"][:-1] for problem in problems if problem["loc"]}
+    lines = [
+        _describe_one(model, problem)
+        for problem in problems
+        if not (problem["type"] == "too_short" and problem["loc"] in elements)  # short only because an element is wrong
+    ]
     if len(lines) == 1:
         return f"{where}: {lines[0]}"
     return "\n  ".join([f"{where}: {len(lines)} mistakes", *lines])

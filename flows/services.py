@@ -148,11 +148,11 @@ def prepare_environment(home: Home) -> None:
 
 def configured_prefect() -> tuple[str, str] | None:
     """(API url, origin) of the Prefect that the user set up, without importing Prefect."""
-    if "prefect" in sys.modules:
+    if "prefect" in sys.modules:  # a program that uses this one as a library may have set it there
         from prefect.settings import PREFECT_API_URL
 
-        url = PREFECT_API_URL.value()
-        return (url, "PREFECT_API_URL") if url else None
+        if current := PREFECT_API_URL.value():
+            return current, "PREFECT_API_URL"
     if url := os.environ.get("PREFECT_API_URL"):
         return url, "PREFECT_API_URL"
     return _prefect_toml() or _prefect_profile()
@@ -218,7 +218,7 @@ def up(home: Home, announce: Callable[[Services], None] = lambda services: None)
             initialise_database(home.mlflow_database, home.mlflow_artifacts)
         if not found:  # the imports above ran while the server was starting
             server.wait_until_healthy()
-            stack.enter_context(_prefect_at(url))
+        stack.enter_context(_prefect_at(url))
         yield services
 
 
@@ -228,19 +228,31 @@ def sqlite_uri(path: Path) -> str:
 
 @contextmanager
 def _prefect_at(url: str) -> Iterator[None]:
-    """Point this process, and the processes it starts, at our server."""
+    """Point this process, and the processes it starts, at one server."""
     before = os.environ.get("PREFECT_API_URL")
     os.environ["PREFECT_API_URL"] = url
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     try:
         with temporary_settings({PREFECT_API_URL: url}):
-            yield
+            try:
+                yield
+            finally:
+                _send_what_is_queued()
     finally:
         if before is None:
             del os.environ["PREFECT_API_URL"]
         else:
             os.environ["PREFECT_API_URL"] = before
+
+
+def _send_what_is_queued() -> None:
+    """Prefect sends logs and events in the background: they must be out before the server goes."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    for worker in (APILogWorker, EventsWorker):
+        worker.drain_all(timeout=5)
 
 
 def _require_answer(service: str, url: str, origin: str) -> None:

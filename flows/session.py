@@ -120,7 +120,8 @@ def _command_line() -> str:
     """The command as a person would type it again, from the same folder."""
     program = "compactionrl" if shutil.which("compactionrl") else sys.argv[0]
     home = os.environ.get("COMPACTIONRL_HOME")
-    return f"COMPACTIONRL_HOME={shlex.quote(home)} " * bool(home) + shlex.join([program, *sys.argv[1:]])
+    prefix = f"COMPACTIONRL_HOME={shlex.quote(home)} " if home else ""
+    return prefix + shlex.join([program, *sys.argv[1:]])
 
 
 def _end_dead_runs(home: Home, mlflow_uri: str, note: Callable[[str], None]) -> None:

@@ -17,6 +17,7 @@ def log_rollouts(run: TrackedRun, rollouts: Iterable[Rollout]) -> list[str]:
     """Log each rollout as a trace of `run`. Returns the trace ids; all are stored when it returns."""
     import mlflow
 
+    mlflow.set_tracking_uri(run.client.tracking_uri)  # spans know no client, only the global URI
     ids = [_RolloutTrace(run, rollout).log() for rollout in rollouts]
     mlflow.flush_trace_async_logging()
     return ids

@@ -59,13 +59,14 @@ def initialise_database(database: Path, artifacts: Path) -> None:
 def client_for(tracking_uri: str) -> MlflowClient:
     """The one client of a tracking URI. Raises CommandError where it cannot be opened."""
     import mlflow
+    from sqlalchemy.exc import SQLAlchemyError
 
-    mlflow.set_tracking_uri(tracking_uri)  # traces go to the global one
     try:
         client = mlflow.MlflowClient(tracking_uri)
         client.search_experiments(max_results=1)
-    except mlflow.exceptions.MlflowException as error:
-        raise CommandError(f"MLflow cannot open {tracking_uri}: {error.message}") from error
+    except (mlflow.exceptions.MlflowException, SQLAlchemyError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise CommandError(f"MLflow cannot open {tracking_uri}: {first_line}") from error
     return client
 
 
