@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compaction.settings import Settings
+from rl.settings import TinySettings
 
 PAD = "<|pad|>"
 END = "<|end|>"
@@ -25,21 +24,7 @@ CHAT_TEMPLATE = (
 )
 
 WORDS_WITH_THEIR_SPACE = r" ?\S+|\s"
-"""One space goes with the word behind it. Letters and digits are not split, so that a name like `k3` can be one token."""
-
-
-class TinySettings(Settings):
-    """Sizes of the embedded model and its tokenizer."""
-
-    layers: int = Field(2, ge=1, description="decoder layers")
-    width: int = Field(64, ge=1, description="hidden size")
-    heads: int = Field(2, ge=1, description="attention heads")
-    head_size: int = Field(32, ge=2, multiple_of=2, description="size of one head; vLLM on CPU needs at least 32")
-    feed_forward: int = Field(160, ge=1, description="inner size of the feed-forward block")
-    rope_theta: float = Field(1000.0, gt=0, description="base of the rotary position embedding")
-    vocabulary: int = Field(768, ge=261, description="most tokenizer entries: 256 bytes, 5 special tokens, merges")
-    max_positions: int = Field(512, ge=1, description="longest sequence in tokens")
-    seed: int = Field(0, ge=0, description="seed of the random initial weights")
+"""One space goes with the word behind it. Letters and digits are not split: a name like `k3` can be one token."""
 
 
 def train_tokenizer(corpus: Iterable[str], settings: TinySettings) -> PreTrainedTokenizerFast:

@@ -21,12 +21,16 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 def check_supported(config: Any) -> None:
     """Raises ValueError where the direct forward would not compute what the model computes."""
     if config.model_type not in SUPPORTED:
-        raise ValueError(f"model type {config.model_type!r} is not supported by the torch engine; use one of {SUPPORTED}")
+        raise ValueError(
+            f"model type {config.model_type!r} is not supported by the torch engine; use one of {SUPPORTED}"
+        )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError(f"{config.model_type} with sliding-window layers is not supported by the torch engine")
     rope = config.rope_parameters["rope_type"]
     if rope in _LENGTH_DEPENDENT_ROPE:
-        raise ValueError(f"rope type {rope!r} depends on the sequence length; the torch engine supports fixed ones only")
+        raise ValueError(
+            f"rope type {rope!r} depends on the sequence length; the torch engine supports fixed ones only"
+        )
 
 
 class DirectForward:
@@ -67,7 +71,9 @@ class DirectForward:
             normed = _norm(layer.input_layernorm, hidden)
             query, key, value = self._heads(layer.self_attn, normed, cos, sin, wanted)
             cache.write(index, step.slots, step.positions, key, value)
-            parts = [_attend(query[group.tokens], group, *cache.read(index, group.rows, group.length)) for group in groups]
+            parts = [
+                _attend(query[group.tokens], group, *cache.read(index, group.rows, group.length)) for group in groups
+            ]
             attended = parts[0] if len(parts) == 1 else torch.cat(parts)
             if wanted is not None:
                 hidden = hidden[wanted]

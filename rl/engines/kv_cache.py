@@ -121,9 +121,11 @@ def lay_out(rows: Sequence[NewTokens], *, dtype: torch.dtype, device: torch.devi
         )
     row_of = np.repeat(np.arange(len(rows)), sizes)
     positions = np.arange(ends[-1]) - (ends - sizes - starts)[row_of]
-    groups = [_group(slice(single, int(ends[-1])), slots[single:], row_of[single:] - single, positions[single:], dtype, device)]
-    if single:
-        groups.insert(0, _group(slice(0, single), slots[:single], row_of[:single], positions[:single], dtype, device))
+    groups = []
+    for row, row_stop, token, token_stop in ((0, single, 0, single), (single, len(rows), single, int(ends[-1]))):
+        if row < row_stop:
+            tokens = slice(token, token_stop)
+            groups.append(_group(tokens, slots[row:row_stop], row_of[tokens] - row, positions[tokens], dtype, device))
     return StepLayout(
         torch.from_numpy(token_ids).to(device),
         torch.from_numpy(slots[row_of]).to(device),
@@ -135,9 +137,14 @@ def lay_out(rows: Sequence[NewTokens], *, dtype: torch.dtype, device: torch.devi
 
 
 def _group(
-    tokens: slice, slots: np.ndarray, row_of: np.ndarray, positions: np.ndarray, dtype: torch.dtype, device: torch.device
+    tokens: slice,
+    slots: np.ndarray,
+    row_of: np.ndarray,
+    positions: np.ndarray,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionGroup:
-    """Attention of tokens at `positions`, of which token i belongs to slots[row_of[i]]; rows stand one after another."""
+    """Attention of tokens at `positions`; token i belongs to slots[row_of[i]], and rows stand one after another."""
     low, high = int(slots.min()), int(slots.max()) + 1
     length = int(positions.max()) + 1
     counts = np.bincount(row_of)

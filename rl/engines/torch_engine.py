@@ -35,6 +35,16 @@ class _Call:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            finish_reason=reason,
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self.cached_tokens,
+        )
+
 
 @dataclass(eq=False)
 class _Slot:
@@ -132,8 +142,8 @@ class TorchEngine:
             )
         if length + request.max_tokens > self.max_length:
             raise EngineError(
-                f"prompt ({length}) + max_tokens ({request.max_tokens}) = {length + request.max_tokens} tokens, the engine "
-                f"takes {self.max_length}; lower max_tokens or give the engine a larger max_length"
+                f"prompt ({length}) + max_tokens ({request.max_tokens}) = {length + request.max_tokens} tokens, "
+                f"the engine takes {self.max_length}; lower max_tokens or give the engine a larger max_length"
             )
         low, high = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
         if low < 0 or high >= vocabulary:
@@ -145,7 +155,7 @@ class TorchEngine:
             while True:
                 self._drop_abandoned()
                 self._admit()
-                active = [slot for slot in self._slots if slot.call is not None]
+                active = [(slot, slot.call) for slot in self._slots if slot.call is not None]
                 if not active:
                     return
                 self._step(active)
@@ -203,76 +213,62 @@ class TorchEngine:
             self._by_rollout[rollout_id] = slot
         elif slot.call is not None:
             return None
-        self._clock += 1
-        slot.last_used = self._clock
+        self._touch(slot)
         return slot
 
     @torch.inference_mode()
-    def _step(self, active: list[_Slot]) -> None:
+    def _step(self, active: list[tuple[_Slot, _Call]]) -> None:
         """One forward over what the active slots have not computed; rows that are complete sample one token."""
         began = time.perf_counter()
-        rows = _new_tokens(active)
+        served, rows = _new_tokens(active)
         layout = lay_out(rows, dtype=self._forward.dtype, device=self._forward.device)
         logits = self._forward(layout, self._cache)
         ready: list[int] = []
-        served = [self._slots[row.slot] for row in rows]
-        for position, (slot, row) in enumerate(zip(served, rows, strict=True)):
+        for index, ((slot, call), row) in enumerate(zip(served, rows, strict=True)):
             slot.filled += len(row.token_ids)
-            self.prefill_tokens += max(0, min(slot.filled, len(slot.call.request.prompt_ids)) - row.start)
+            self.prefill_tokens += max(0, min(slot.filled, len(call.request.prompt_ids)) - row.start)
             if slot.filled == len(slot.ids):
-                ready.append(position)
+                ready.append(index)
         if ready:
             if len(ready) < len(rows):
                 logits = logits[torch.tensor(ready, device=logits.device)]
-            tokens, logprobs = sample(logits, [served[i].call.sampler for i in ready])
+            tokens, logprobs = sample(logits, [served[i][1].sampler for i in ready])
             self.generated_tokens += len(ready)
             for i, token, logprob in zip(ready, tokens.tolist(), logprobs.tolist(), strict=True):
-                self._take(served[i], token, logprob)
+                self._take(*served[i], token, logprob)
         self.busy_seconds += time.perf_counter() - began
 
-    def _take(self, slot: _Slot, token: int, logprob: float) -> None:
-        call = slot.call
+    def _take(self, slot: _Slot, call: _Call, token: int, logprob: float) -> None:
         slot.ids.append(token)
         call.token_ids.append(token)
         call.logprobs.append(logprob)
         call.versions.append(self.version)
-        if token in self._stops:
-            self._finish(slot, "stop")
-        elif len(call.token_ids) == call.request.max_tokens:
-            self._finish(slot, "length")
+        if token in self._stops or len(call.token_ids) == call.request.max_tokens:
+            slot.call = None
+            self._touch(slot)
+            if not call.future.done():
+                call.future.set_result(call.completion("stop" if token in self._stops else "length"))
 
-    def _finish(self, slot: _Slot, reason: FinishReason) -> None:
-        call = slot.call
-        slot.call = None
+    def _touch(self, slot: _Slot) -> None:
         self._clock += 1
         slot.last_used = self._clock
-        if call.future.done():
-            return
-        call.future.set_result(
-            Completion(
-                token_ids=np.array(call.token_ids, dtype=np.int32),
-                logprobs=np.array(call.logprobs, dtype=np.float32),
-                versions=np.array(call.versions, dtype=np.int32),
-                finish_reason=reason,
-                prompt_tokens=len(call.request.prompt_ids),
-                cached_tokens=call.cached_tokens,
-            )
-        )
 
 
-def _new_tokens(active: list[_Slot]) -> list[NewTokens]:
+def _new_tokens(active: list[tuple[_Slot, _Call]]) -> tuple[list[tuple[_Slot, _Call]], list[NewTokens]]:
     """What this step computes: all single tokens, and longer pieces as far as STEP_TOKENS reach (at least one row)."""
-    singles = [slot for slot in active if len(slot.ids) - slot.filled == 1]
-    longer = [slot for slot in active if len(slot.ids) - slot.filled > 1]
-    rows = [NewTokens(slot.index, slot.filled, slot.ids[slot.filled :]) for slot in singles]
+    served = [pair for pair in active if len(pair[0].ids) - pair[0].filled == 1]
+    rows = [NewTokens(slot.index, slot.filled, slot.ids[-1:]) for slot, _ in served]
+    longer = [pair for pair in active if len(pair[0].ids) - pair[0].filled > 1]
     width = 0
-    for count, slot in enumerate(longer, start=1):
+    for count, pair in enumerate(longer, start=1):
+        slot = pair[0]
         piece = slot.ids[slot.filled : slot.filled + STEP_TOKENS]
         width = max(width, len(piece))
         if count > 1 and width * count > STEP_TOKENS:
             break
+        served.append(pair)
         rows.append(NewTokens(slot.index, slot.filled, piece))
-    return rows
+    return served, rows
 
 
 def _common_prefix(left: list[int], right: list[int]) -> int:

@@ -36,7 +36,8 @@ def test_each_fact_and_name_after_a_space_is_one_token(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " cat L3", "echo a1 b2 > out\n", "  two  spaces\t\ttabs \n\n", "Grüße 東京 🙂\x00\x7f", "it 's , not ."]
+    "text",
+    ["", " cat L3", "echo a1 b2 > out\n", "  two  spaces\t\ttabs \n\n", "Grüße 東京 🙂\x00\x7f", "it 's , not ."],
 )
 def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -56,7 +56,9 @@ def build(kind="llama", *, eos=None, seed=0):
             "original_max_position_embeddings": 64,
         }
         model = LlamaForCausalLM(
-            LlamaConfig(**sizes(num_attention_heads=2, num_key_value_heads=1, attention_bias=True, rope_parameters=rope))
+            LlamaConfig(
+                **sizes(num_attention_heads=2, num_key_value_heads=1, attention_bias=True, rope_parameters=rope)
+            )
         )
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**sizes(num_attention_heads=4, num_key_value_heads=2)))
@@ -166,7 +168,7 @@ def test_resumed_window_reuses_only_what_it_shares_with_the_slot():
     engine = TorchEngine(model, slots=1, max_length=100)
     rng = np.random.default_rng(1)
     window = rng.integers(0, VOCABULARY, 60).tolist()
-    resumed = window[:5] + [(window[5] + 1) % VOCABULARY] + window[30:50]
+    resumed = [*window[:5], (window[5] + 1) % VOCABULARY, *window[30:50]]
 
     async def turns():
         first = await engine.generate(request("r", window))
@@ -187,9 +189,9 @@ def test_sampled_tokens_are_part_of_the_kept_prefix():
 
     async def turns():
         first = await engine.generate(request("r", [1, 2, 3, 4], n=5))
-        return first, await engine.generate(request("r", [1, 2, 3, 4, *first.token_ids.tolist(), 8, 9]))
+        return await engine.generate(request("r", [1, 2, 3, 4, *first.token_ids.tolist(), 8, 9]))
 
-    first, second = run(turns())
+    second = run(turns())
     # The last sampled token was never fed: its keys and values are computed with the observation.
     assert second.cached_tokens == 4 + 5 - 1
 
@@ -447,7 +449,9 @@ def test_requests_that_cannot_be_served_are_refused_alone(prompt, n, message):
 
     async def beside_a_good_one():
         return await asyncio.gather(
-            engine.generate(request("good", [1, 2])), engine.generate(request("bad", prompt, n=n)), return_exceptions=True
+            engine.generate(request("good", [1, 2])),
+            engine.generate(request("bad", prompt, n=n)),
+            return_exceptions=True,
         )
 
     good, bad = run(beside_a_good_one())
