@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.services import Home
+from tasks.caching import is_disk_full
 from tasks.errors import CommandError
 
 if TYPE_CHECKING:
@@ -153,6 +154,9 @@ def guarded(*, json_output: bool = False) -> Iterator[None]:
     except (typer.Exit, typer.Abort, SystemExit):
         raise
     except Exception as error:
+        if is_disk_full(error):
+            full = "the disk is full; free some space (`compactionrl clean` lists what can go) and run this again"
+            _fail(full, 1, json_output, error)
         log = _write_traceback(error)
         _fail(f"{type(error).__name__}: {error}\nThis is a bug; the traceback is in {log}", 1, json_output, error)
     finally:

@@ -85,7 +85,8 @@ def test_the_first_line_says_what_is_used(tmp_path: Path) -> None:
     assert f"PREFECT_HOME='{home.prefect}'" in local.open_commands["prefect"]
     theirs = Services(home, "http://p/api", "profile mine", "http://m", False, "10.0.0.1:6379")
     assert theirs.description == (
-        "Prefect: http://p/api (profile mine) · MLflow: http://m (MLFLOW_TRACKING_URI) · Ray: 10.0.0.1:6379 (RAY_ADDRESS)"
+        "Prefect: http://p/api (profile mine) · MLflow: http://m (MLFLOW_TRACKING_URI) · "
+        "Ray: 10.0.0.1:6379 (RAY_ADDRESS)"
     )
     assert theirs.open_commands == {"mlflow": "http://m", "prefect": "http://p"}
 

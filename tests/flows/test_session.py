@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -23,6 +25,7 @@ from flows.session import run_flow
 def flow(experiment, options):
     if options.dry_run:
         return {{"stages": []}}
+    import prefect
     from prefect import flow as prefect_flow
     from tasks.tracking import Tracker
     services = options.services
@@ -33,7 +36,8 @@ def flow(experiment, options):
         os.system("echo noise of a subprocess")
         with Tracker.open(services.mlflow_uri, preset="t", config={{}}, config_digest="d",
                           artifacts=options.home.mlflow_artifacts, name="n", tags={{}}) as tracker:
-            options.run.update(mlflow_run_id=tracker.parent.run_id, prefect=services.prefect_url)
+            options.run.update(mlflow_run_id=tracker.parent.run_id, prefect=services.prefect_url,
+                               prefect_flow_run=prefect.runtime.flow_run.id)
             {body}
         return 1
     body()
@@ -92,6 +96,23 @@ def mlflow_status(home: Path, run_id: str) -> str:
     return str(client_for(f"sqlite:///{home / 'mlflow' / 'mlflow.db'}").get_run(run_id).info.status)
 
 
+def leaves_alone_what_the_user_runs(home: Path, prefect_url: str) -> None:
+    """A command on another home that is told to use this Prefect and a database of the user's starts nothing."""
+    own = home.with_name("own-home")
+    database = home.with_name("theirs.db")
+    shutil.copy(home / "mlflow" / "mlflow.db", database)
+    guest = start(own, PREFECT_API_URL=prefect_url, MLFLOW_TRACKING_URI=f"sqlite:///{database}")
+    out, err = guest.communicate(timeout=240)
+    assert guest.returncode == 0, err
+    assert json.loads(out)["services"].startswith(
+        f"Prefect: {prefect_url} (PREFECT_API_URL) · MLflow: sqlite:///{database} (MLFLOW_TRACKING_URI)"
+    )
+    assert list((own / "prefect").iterdir()) == []
+    assert not (own / "mlflow" / "mlflow.db").exists()
+    flows = httpx.post(f"{prefect_url}/flow_runs/filter", json={}, timeout=30).json()
+    assert records(own)[0]["prefect_flow_run"] in {flow["id"] for flow in flows}
+
+
 @pytest.mark.xdist_group("prefect-server")
 def test_commands_share_one_server_and_leave_none_behind(home: Path) -> None:
     marker = home / "go"
@@ -108,6 +129,7 @@ def test_commands_share_one_server_and_leave_none_behind(home: Path) -> None:
     out, err = interrupted.communicate(timeout=240)
     assert interrupted.returncode == 130, err
     assert first.poll() is None
+    leaves_alone_what_the_user_runs(home, records(home)[0]["prefect"])
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=240)
     assert first.returncode == 143, err

@@ -1,0 +1,108 @@
+"""The command as people meet it: help, plans, mistakes. Whole runs are in test_session.py and in the smoke test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+
+HEAVY = ("torch", "ray", "prefect", "mlflow", "transformers", "pandas", "matplotlib", "scipy")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COMPACTIONRL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"TERM": "dumb", "COLUMNS": "200"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("command", ["", "reproduce", "sweep", "report", "show", "clean"])
+def test_help_teaches(command: str) -> None:
+    code, out, _ = invoke(*([command] if command else []), "--help")
+    assert code == 0
+    assert "compactionrl" in out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"""
+import sys
+from flows.cli import app
+try:
+    app(["reproduce", "--help"])
+except SystemExit:
+    pass
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["reproduce", "--preset", "tny"], "did you mean tiny?"),
+        (["reproduce", "--set", "ppo.stpes=1"], "did you mean ppo.steps?"),
+        (["reproduce", "--variants", "compactionlr"], "did you mean compactionrl?"),
+        (["reproduce", "--seeds", "one"], "seeds.0 is 'one'"),
+        (["sweep", "--windows", "64q"], "evaluation.windows.0 is '64q'"),
+        (["show"], "no runs in"),
+        (["report", "abc"], "no runs in"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(home: Path, arguments: list[str], part: str) -> None:
+    code, out, err = invoke(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert part in err
+    assert "Traceback" not in err
+    assert not home.exists()
+
+
+def test_a_mistake_with_json_is_an_object(home: Path) -> None:
+    code, out, err = invoke("reproduce", "--preset", "tny", "--json")
+    assert code == 2
+    assert json.loads(out) == {"status": "failed", "error": err.removeprefix("error: ").strip(), "exit_code": 2}
+
+
+def test_an_unknown_option_is_refused() -> None:
+    code, _, err = invoke("reproduce", "--presett", "tiny")
+    assert code == 2
+    assert "No such option" in err
+
+
+def test_cleaning_nothing(home: Path) -> None:
+    code, out, _ = invoke("clean")
+    assert code == 0
+    assert "nothing to clean" in out
+
+
+def test_a_dry_run_lists_the_stages_with_why_and_writes_nothing(home: Path) -> None:
+    code, out, err = invoke("reproduce", "--preset", "smoke", "--dry-run", "--json")
+    assert code == 0, err
+    stages = json.loads(out)["stages"]
+    assert {stage["name"] for stage in stages} >= {"sft", "ppo", "evaluate"}
+    assert all(not stage["cached"] and stage["why"] == "never run" for stage in stages)
+    code, out, _ = invoke("reproduce", "--preset", "smoke", "--dry-run")
+    assert code == 0
+    assert "will run" in out
+    assert not home.exists()
+
+
+def test_a_sweep_plans_every_combination(home: Path) -> None:
+    arguments = ["--caps", "0,1,2", "--keep-recent", "0,1", "--variants", "base", "--dry-run", "--json"]
+    code, out, err = invoke("sweep", "--preset", "smoke", *arguments)
+    assert code == 0, err
+    assert len(json.loads(out)["cells"]) >= 1 + 2 * 2
