@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 _PLAIN_LINE = re.compile(r"[A-Za-z0-9_./,+@%: \t-]*")
 _BLANK = " \t"
 _ALWAYS_REFUSED = frozenset("$`;&|()<*?[")
-_KEYWORDS = frozenset("! { } case do done elif else esac fi for if in then until while".split())
+_KEYWORD_NAMES = "! { } case do done elif else esac fi for if in then until while"
+_KEYWORDS = frozenset(_KEYWORD_NAMES.split())
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 

@@ -19,10 +19,11 @@ _NOT_FOLDER = "Not a directory"
 _DENIED = "Permission denied"
 _IFS = re.compile(r"[ \t\n]+")
 
-_BUILTINS = frozenset(
+_BUILTIN_NAMES = (
     ". : [ alias bg break cd chdir command continue eval exec exit export false fg getopts hash jobs kill local printf "
-    "pwd read readonly return set shift test times trap true type ulimit umask unalias unset wait".split()
+    "pwd read readonly return set shift test times trap true type ulimit umask unalias unset wait"
 )
+_BUILTINS = frozenset(_BUILTIN_NAMES.split())
 _ECHO_ESCAPE = re.compile(r"\\([\\abfnrtvc0-7])")
 _ECHO_VALUES = {"\\": "\\", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _QUOTED = frozenset(" '!\"$&()*;<=>[^`|?\\:")
@@ -186,7 +187,9 @@ class _Run:
             except _PathError as error:
                 self.fail(f"grep: {path}: {error}", 2)
                 failed = True
-                continue
+                if str(error) != _IS_FOLDER:  # a folder opens, and counts as empty
+                    continue
+                content = ""
             label = "(standard input)" if path == "-" else path
             hits = self._grep_file(matcher, flags, content, label, with_name=len(paths) > 1)
             found = found or hits > 0
@@ -260,8 +263,8 @@ def _matcher(pattern: str, flags: str) -> re.Pattern[str]:
     special = next((c for c in pattern if c in "\\.*[^$"), None)
     if special is not None:
         raise ShellError(f"grep: {special} in a pattern is not supported, only plain words")
-    if not pattern and "w" in flags:
-        raise ShellError("grep: -w with an empty word is not supported")
+    if not pattern and ("w" in flags or "v" in flags):
+        raise ShellError("grep: -w and -v with an empty word are not supported")
     literal = re.escape(pattern)
     if "w" in flags:
         literal = f"(?<![A-Za-z0-9_]){literal}(?![A-Za-z0-9_])"

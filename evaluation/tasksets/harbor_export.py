@@ -15,8 +15,8 @@ WORKDIR = "/trail"
 """The agent's folder in the container"""
 
 _RULES = (
-    "Read the start file and follow the trail with cat: go on at the L-name, or at the R-name when the file says a flip "
-    "word (two of them cancel out). At end, write the facts met on the way, in order, to the out file with echo."
+    "Read the start file and follow the trail with cat: go on at the L-name, or at the R-name when the file says a "
+    "flip word (two of them cancel out). At end, write the facts met on the way, in order, to the out file with echo."
 )
 
 _TASK_TOML = """\

@@ -30,11 +30,14 @@ END = "end"
 FLIP_WORDS = ("flip", "turn", "swap", "veer")
 LURE_WORDS = ("flop", "tarn", "swab", "beer")
 """Look like the flip words and mean nothing"""
-NOISE_WORDS = tuple("ash bay cup dew elm fig gem hut ink jar oak pod rug tin urn wax".split())
-OUT_NAMES = tuple("done log sum key set map tab bag".split())
+NOISE_WORDS = (
+    *("ash", "bay", "cup", "dew", "elm", "fig", "gem", "hut"),
+    *("ink", "jar", "oak", "pod", "rug", "tin", "urn", "wax"),
+)
+OUT_NAMES = ("done", "log", "sum", "key", "set", "map", "tab", "bag")
 PART_LETTERS = "abcdefghijklmnop"
 
-_SPLIT_SHARE: dict[str, range] = {"train": range(0, 8), "validation": range(8, 12), "test": range(12, 16)}
+_SPLIT_SHARE: dict[str, range] = {"train": range(8), "validation": range(8, 12), "test": range(12, 16)}
 
 
 class TrailSettings(Settings):
@@ -62,7 +65,10 @@ class TrailSettings(Settings):
     )
     lure_rate: float = Field(0.0, ge=0, le=1, description="chance of a word that looks like a flip word and is none")
     decoy_fact_rate: float = Field(
-        0.0, ge=0, le=1, description="chance that the decoy of a file without a fact holds one, so that a slip there counts"
+        0.0,
+        ge=0,
+        le=1,
+        description="chance that the decoy of a file without a fact holds one, so that a slip there counts",
     )
     max_turns: int = Field(28, ge=1, description="turn limit of a task")
 
@@ -153,7 +159,7 @@ def split_of(task: TrailTask) -> str:
 def _draw(settings: TrailSettings, task_id: str, rng: random.Random) -> TrailTask:
     length = rng.randint(settings.min_length, settings.max_length)
     facts = _draw_facts(settings, length, rng)
-    flips = [_draw_flips(settings, i + 1 < length and facts[i + 1] is not None, i + 1 == length, rng) for i in range(length)]
+    flips = [_draw_flips(settings, ahead is not None, rng) for ahead in facts[1:]] + [[]]
     lefts = rng.sample(settings.left_names, length)
     rights = rng.sample(settings.right_names, length)
     unused_parts = [p for p in PART_LETTERS[: settings.parts] if p not in {f[0] for f in facts if f}]
@@ -194,8 +200,8 @@ def _draw_facts(settings: TrailSettings, length: int, rng: random.Random) -> lis
     return facts
 
 
-def _draw_flips(settings: TrailSettings, fact_ahead: bool, last: bool, rng: random.Random) -> list[str]:
-    if last or (settings.flip_only_before_facts and not fact_ahead):
+def _draw_flips(settings: TrailSettings, fact_ahead: bool, rng: random.Random) -> list[str]:
+    if settings.flip_only_before_facts and not fact_ahead:
         return []
     u = rng.random()
     n = 1 if u < settings.flip_rate else 2 if u < settings.flip_rate + settings.double_flip_rate else 0

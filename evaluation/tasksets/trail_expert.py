@@ -36,7 +36,9 @@ class ExpertSettings(Settings):
     stray_right: float = Field(0.02, ge=0, le=1, description="chance to go R where the file does not say so")
     premature_finish: float = Field(0.01, ge=0, le=1, description="chance per step to write the facts before the end")
     last_facts: int = Field(2, ge=0, description="how many facts a summary of the kind `last` keeps")
-    drop_rate: float = Field(0.3, ge=0, le=1, description="chance of each fact to be missing in a summary of the kind `drop`")
+    drop_rate: float = Field(
+        0.3, ge=0, le=1, description="chance of each fact to be missing in a summary of the kind `drop`"
+    )
     first_last: float = Field(0.12, ge=0, le=1, description="share of first summaries that keep only the last facts")
     first_drop: float = Field(0.10, ge=0, le=1, description="share of first summaries that lose facts at random")
     first_none: float = Field(0.03, ge=0, le=1, description="share of first summaries without any fact")
@@ -70,7 +72,7 @@ class Known:
 class TrailExpert:
     """Implements `compaction.protocols.Engine` by rule. Deterministic per (settings.seed, rollout id)."""
 
-    def __init__(self, world: TrailSettings, renderer: Renderer, settings: ExpertSettings = ExpertSettings()) -> None:
+    def __init__(self, world: TrailSettings, renderer: Renderer, settings: ExpertSettings) -> None:
         self._vocabulary = _Vocabulary(world)
         self._renderer = renderer
         self._settings = settings
@@ -79,7 +81,7 @@ class TrailExpert:
     async def generate(self, request: GenerateRequest) -> Completion:
         if not request.messages:
             raise EngineError("the trail expert reads messages, and the request has none")
-        ids = self._renderer.encode(self.reply(request)) + [self._end]
+        ids = [*self._renderer.encode(self.reply(request)), self._end]
         finish_reason: FinishReason = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]
         n = len(ids)
@@ -196,7 +198,13 @@ def world_text(settings: TrailSettings, seed: int, n: int) -> Iterator[str]:
     before spaces makes it one token.
     """
     rng = random.Random(f"world-text/{seed}")
-    words = [*settings.left_names, *settings.right_names, *settings.facts, *NOISE_WORDS, *FLIP_WORDS[: settings.flip_words]]
+    words = [
+        *settings.left_names,
+        *settings.right_names,
+        *settings.facts,
+        *NOISE_WORDS,
+        *FLIP_WORDS[: settings.flip_words],
+    ]
     if settings.lure_rate > 0:
         words += LURE_WORDS[: settings.flip_words]
     for _ in range(max(20, n // 10)):

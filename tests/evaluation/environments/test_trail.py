@@ -77,14 +77,35 @@ def test_answers_as_a_posix_shell(command: str, output: str, exit_code: int) -> 
 
 @pytest.mark.parametrize(
     "command",
-    ["echo $HOME", "cat L1 | cat", "cat L*", "cat L1; ls", "cat < L1", "cd /", "X=1", "if true", "cat ~", "cat -n L1"]
-    + ["echo a 2> b", "echo a >& b", "grep 'a.b' L1", "cat L1 > b", "ls -l", "echo '\\0101'", "echo a\nls", "echo \0"],
+    [
+        "echo $HOME",
+        "cat L1 | cat",
+        "cat L*",
+        "cat L1; ls",
+        "cat < L1",
+        "cd /",
+        "X=1",
+        "if true",
+        "cat ~",
+        "cat -n L1",
+        "echo a 2> b",
+        "echo a >& b",
+        "grep 'a.b' L1",
+        "cat L1 > b",
+        "ls -l",
+        "echo '\\0101' > L1",
+        "cat 'a\\b\tc'",
+        "grep -v '' L1",
+        "echo a\nls",
+        "echo \x00",
+    ],
 )
 def test_what_is_not_supported_says_so_and_changes_nothing(command: str) -> None:
-    (output, exit_code), listing = run(command, "ls")
+    (output, exit_code), listing, first = run(command, "ls", "cat L1")
     assert "not supported" in output
     assert exit_code == 2
     assert listing == ("L1\nR2\nlog\nx.y\n", 0)
+    assert first == (FILES["L1"], 0)
 
 
 def test_redirection_writes_empties_and_appends() -> None:
@@ -151,7 +172,26 @@ def test_it_must_be_started_and_takes_uploads() -> None:
 
 NAMES = ["L1", "R2", "log", "x.y", "nope", "./L1", "L1/", "L1/x", "q/x", ".", "./", "-", "", "a b", "it's", "a'b\"c"]
 NAMES += ["a:b", "#x", "~x", "{", "a=b", "-n", "--", "!", "done", ".hid", "L1/."]
-WORDS = ["k3", "a1", "-n", "", "it's", "\\n", "a\\tb", "x\\cy", "\\\\", "\\q", "é", "#", "a#b", "=", "a  b", '"', "!", "{}"]
+WORDS = [
+    "k3",
+    "a1",
+    "-n",
+    "",
+    "it's",
+    "\\n",
+    "a\\tb",
+    "x\\cy",
+    "\\\\",
+    "\\q",
+    "é",
+    "#",
+    "a#b",
+    "=",
+    "a  b",
+    '"',
+    "!",
+    "{}",
+]
 
 
 @st.composite
@@ -220,7 +260,7 @@ def test_outputs_exit_codes_and_files_equal_those_of_a_real_shell(lines: list[st
             if "not supported" in ours.output or "which word?" in ours.output:
                 continue
             real = subprocess.run(
-                ["sh", "-c", line],
+                ["sh", "-c", "--", line],
                 executable=dash,
                 cwd=folder,
                 env={"PATH": str(bin_folder), "LC_ALL": "C"},
@@ -230,7 +270,7 @@ def test_outputs_exit_codes_and_files_equal_those_of_a_real_shell(lines: list[st
             )
             assert (ours.output, ours.exit_code) == (real.stdout.decode(), real.returncode), line
         for path in folder.iterdir():
-            assert (await environment.execute(f"cat -- '{_escaped(path.name)}'")).output == path.read_text(), path.name
+            assert (await environment.execute(f"cat './{_escaped(path.name)}'")).output == path.read_text(), path.name
         assert {p.name for p in folder.iterdir() if p.name[0] != "."} == set(
             (await environment.execute("ls")).output.splitlines()
         )
