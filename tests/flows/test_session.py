@@ -34,7 +34,7 @@ def flow(experiment, options):
     def body():
         print("noise on stdout")
         os.system("echo noise of a subprocess")
-        with Tracker.open(services.mlflow_uri, preset="t", config={{}}, config_digest="d",
+        with Tracker.open(services.mlflow_uri, preset="t", config={{}}, config_digest=options.run.name,
                           artifacts=options.home.mlflow_artifacts, name="n", tags={{}}) as tracker:
             options.run.update(mlflow_run_id=tracker.parent.run_id, prefect=services.prefect_url,
                                prefect_flow_run=prefect.runtime.flow_run.id)

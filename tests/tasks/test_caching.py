@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import multiprocessing
 import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tasks.caching import (
     Hit,
     Miss,
     Produced,
+    StageOutcome,
     StageSpec,
     StageStore,
     canonical_json,
@@ -33,13 +36,29 @@ def produce(folder: Path) -> Produced:
     return Produced({"reward": 0.5}, "run-1")
 
 
+def make(
+    store: StageStore,
+    spec: StageSpec,
+    body: Callable[[Path], Produced],
+    *,
+    force: bool = False,
+    on_wait: Callable[[str], None] = lambda message: None,
+) -> StageOutcome:
+    """The store's coroutine, for bodies that await nothing."""
+
+    async def awaited(folder: Path) -> Produced:
+        return body(folder)
+
+    return asyncio.run(store.run(spec, awaited, force=force, on_wait=on_wait))
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> StageStore:
     return StageStore(tmp_path / "stages")
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A source tree of our own to change."""
     root = tmp_path / "sources"
     (root / "rl").mkdir(parents=True)
@@ -53,9 +72,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_finished_stage_is_reused(store: StageStore) -> None:
     assert store.lookup(SPEC) == Miss("never run")
-    first = store.run(SPEC, produce)
+    first = make(store, SPEC, produce)
     assert (first.cached, first.why, first.result) == (False, "never run", {"reward": 0.5})
-    again = store.run(SPEC, lambda folder: pytest.fail("ran twice"))
+    again = make(store, SPEC, lambda folder: pytest.fail("ran twice"))
     assert again.cached
     assert again.folder == first.folder
     assert again.manifest.mlflow_run_id == "run-1"
@@ -73,25 +92,25 @@ def test_a_finished_stage_is_reused(store: StageStore) -> None:
     ],
 )
 def test_a_miss_says_what_changed(store: StageStore, change: dict, why: str) -> None:
-    store.run(SPEC, produce)
+    make(store, SPEC, produce)
     assert store.lookup(replace(SPEC, **change)) == Miss(why)
 
 
 def test_the_nearest_earlier_run_is_compared_with(store: StageStore) -> None:
     for steps, lr in ((40, 1e-4), (20, 1e-3), (20, 1e-4)):
-        store.run(replace(SPEC, settings={"ppo": {"steps": steps, "lr": lr}}), produce)
+        make(store, replace(SPEC, settings={"ppo": {"steps": steps, "lr": lr}}), produce)
     wanted = replace(SPEC, settings={"ppo": {"steps": 10, "lr": 1e-3}})
     assert store.lookup(wanted) == Miss("settings changed: ppo.steps 20 → 10")
 
 
 def test_the_order_of_settings_does_not_matter(store: StageStore) -> None:
-    store.run(SPEC, produce)
+    make(store, SPEC, produce)
     assert isinstance(store.lookup(replace(SPEC, settings={"ppo": {"lr": 1e-4, "steps": 40}})), Hit)
 
 
 def test_sources_count_and_other_files_do_not(store: StageStore, sources: Path) -> None:
     spec = replace(SPEC, packages=("rl",))
-    store.run(spec, produce)
+    make(store, spec, produce)
     (sources / "rl" / "README.md").write_text("b\n")
     code_digest.cache_clear()
     assert isinstance(store.lookup(spec), Hit)
@@ -114,30 +133,30 @@ def test_a_package_that_does_not_exist_is_an_error(sources: Path) -> None:
     ],
 )
 def test_damaged_files_make_the_stage_run_again(store: StageStore, damage, why: str) -> None:
-    folder = store.run(SPEC, produce).folder
+    folder = make(store, SPEC, produce).folder
     damage(folder / "model" / "weights.bin")
     missed = store.lookup(SPEC)
     assert isinstance(missed, Miss)
     assert missed.why.startswith("files damaged: ")
     assert missed.why.endswith(why)
-    assert not store.run(SPEC, produce).cached
+    assert not make(store, SPEC, produce).cached
     assert isinstance(store.lookup(SPEC), Hit)
 
 
 def test_a_damaged_manifest_makes_the_stage_run_again(store: StageStore) -> None:
-    folder = store.run(SPEC, produce).folder
+    folder = make(store, SPEC, produce).folder
     (folder / "manifest.json").write_text('{"stage":')
     missed = store.lookup(SPEC)
     assert isinstance(missed, Miss)
     assert "manifest.json" in missed.why
-    assert not store.run(SPEC, produce).cached
+    assert not make(store, SPEC, produce).cached
 
 
 def test_force_runs_again_from_nothing(store: StageStore) -> None:
-    store.run(SPEC, produce)
+    make(store, SPEC, produce)
     store.work_folder(SPEC).mkdir(parents=True)
     (store.work_folder(SPEC) / "checkpoint").write_text("old")
-    outcome = store.run(SPEC, produce, force=True)
+    outcome = make(store, SPEC, produce, force=True)
     assert (outcome.cached, outcome.why) == (False, "forced")
     assert not (outcome.folder / "checkpoint").exists()
     assert not list((store.root / ".work").iterdir())
@@ -149,14 +168,14 @@ def test_a_failed_stage_is_not_done_and_continues_from_its_own_files(store: Stag
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        store.run(SPEC, fail)
+        make(store, SPEC, fail)
     assert store.lookup(SPEC) == Miss("never run; continues what was begun")
 
     def resume(folder: Path) -> Produced:
         assert (folder / "checkpoint-3").read_text() == "3"
         return Produced({})
 
-    assert not store.run(SPEC, resume).cached
+    assert not make(store, SPEC, resume).cached
 
 
 def test_settings_that_json_lacks_are_refused() -> None:
@@ -174,7 +193,7 @@ def _slow(root: Path, out: Path) -> None:
         return produce(folder)
 
     waits: list[str] = []
-    outcome = StageStore(root).run(SPEC, slow, on_wait=waits.append)
+    outcome = make(StageStore(root), SPEC, slow, on_wait=waits.append)
     (out / f"{os.getpid()}.json").write_text(json.dumps([outcome.cached, bool(waits)]))
 
 
@@ -191,12 +210,28 @@ def test_of_two_runs_at_once_one_makes_the_stage(store: StageStore, tmp_path: Pa
     assert sorted(outcomes) == [False, True, True]
 
 
+def test_two_coroutines_of_one_run_make_a_stage_once(store: StageStore) -> None:
+    made: list[Path] = []
+
+    async def slow(folder: Path) -> Produced:
+        made.append(folder)
+        await asyncio.sleep(0.3)
+        return produce(folder)
+
+    async def both() -> list[StageOutcome]:
+        return list(await asyncio.gather(store.run(SPEC, slow), store.run(SPEC, slow)))
+
+    outcomes = asyncio.run(both())
+    assert len(made) == 1
+    assert sorted(outcome.cached for outcome in outcomes) == [False, True]
+
+
 def test_a_stage_is_busy_while_it_is_made(store: StageStore) -> None:
     def look(folder: Path) -> Produced:
         assert store.is_busy(SPEC.folder_name)
         return Produced({})
 
-    store.run(SPEC, look)
+    make(store, SPEC, look)
     assert not store.is_busy(SPEC.folder_name)
 
 
@@ -214,7 +249,7 @@ def test_a_full_disk_is_one_clear_message_and_nothing_counts_as_done(store: Stag
         raise RuntimeError("cannot save") from error
 
     with pytest.raises(CommandError, match=r"is full .* Nothing half-written counts as done"):
-        store.run(SPEC, fill)
+        make(store, SPEC, fill)
     assert isinstance(store.lookup(SPEC), Miss)
 
 
@@ -228,7 +263,7 @@ def test_a_stage_writing_to_a_device_without_space(store: StageStore) -> None:
         return Produced({})
 
     with pytest.raises(CommandError, match="is full"):
-        store.run(SPEC, fill)
+        make(store, SPEC, fill)
 
 
 def test_other_errors_are_not_taken_for_a_full_disk() -> None:
