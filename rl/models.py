@@ -99,5 +99,6 @@ def _check_plain_head(model: Any) -> None:
     ids = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     direct = model.get_output_embeddings()(hidden)
-    if not torch.allclose(direct, model(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-3):
+    whole = model(input_ids=ids, use_cache=False).logits
+    if (direct - whole).abs().max() > 1e-3 * direct.abs().max():
         raise ValueError(f"{type(model).__name__} changes its logits after the head; such models are not supported")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from rl.advantages import AdvantageSettings, batch_advantages
 from rl.batching import micro_batches
@@ -355,3 +356,11 @@ def test_a_saved_policy_is_an_ordinary_checkpoint(random_checkpoint, tmp_path):
 def test_a_missing_checkpoint_folder_is_named(tmp_path):
     with pytest.raises(CheckpointNotFound, match="nowhere holds no model checkpoint"):
         Trainer(tmp_path / "nowhere", TrainerSettings())
+
+
+def test_a_model_that_scales_its_logits_is_refused(tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    GraniteForCausalLM(GraniteConfig(**sizes, **heads, logits_scaling=8.0)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="changes its logits after the head"):
+        Trainer(tmp_path, TrainerSettings())
