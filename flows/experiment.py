@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
 from compaction.settings import AgentSettings, Settings
+from evaluation.tasksets.trail import Split, TrailSettings
 from flows.presets_loader import load_settings
+from rl.settings import PPOSettings, TrainerSettings
+from tasks.ppo import LoopSettings, Training
+from tasks.warmstart import WarmstartSettings
+
+S = TypeVar("S", bound=Settings)
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -36,6 +42,21 @@ ALL_VARIANTS: tuple[Variant, ...] = (
 )
 """What `variants: all` stands for; the other names run when they are named."""
 
+GROUP = {"advantage": {"estimator": "group"}, "overlong_mask": True}
+CHANGES: dict[Variant, dict[str, dict[str, Any]]] = {
+    "compactionrl": {},
+    "no-summary-loss": {"ppo": {"train_summaries": False}},
+    "no-compaction": {"compaction": {"cap": 0}},
+    "no-compaction-long": {"compaction": {"cap": 0, "window": "long"}},
+    "segment-mean": {"trainer": {"loss": {"mean": "segment"}}},
+    "no-cross-segment": {"ppo": {"advantage": {"cross_segment": "none"}}},
+    "exact-cross-segment": {"ppo": {"advantage": {"cross_segment": "exact"}}},
+    "supo": {"ppo": GROUP},
+    "grpo": {"ppo": GROUP | {"overlong_mask": False}, "compaction": {"cap": 0}},
+    "sao": {"trainer": {"loss": {"clip": "double_sided", "eps_low": 0.8, "eps_high": 3.0}}, "compaction": {"cap": 0}},
+}
+"""What each trained variant changes in the preset; `compactionrl` is the preset itself."""
+
 
 def _listed(value: Any) -> Any:
     """`a,b` as people write it on a command line."""
@@ -51,7 +72,8 @@ def _variants(value: Any) -> Any:
 class EvaluationSettings(Settings):
     """What is measured, and how often."""
 
-    n_tasks: int = Field(400, ge=1, description="tasks of the test split")
+    split: Split = Field("test", description="tasks to evaluate on; tune on validation, run test once")
+    n_tasks: int = Field(400, ge=1, description="tasks of that split")
     repeats: int = Field(1, ge=1, description="attempts per task")
     windows: Annotated[tuple[int, ...], BeforeValidator(_listed)] = Field((), description="windows swept, in tokens")
     caps: Annotated[tuple[int, ...], BeforeValidator(_listed)] = Field((), description="compaction caps swept")
@@ -71,13 +93,38 @@ class Experiment(Settings):
     variants: Annotated[tuple[Variant, ...], BeforeValidator(_variants)] = Field(
         ("base", "compactionrl", "no-summary-loss"), min_length=1, description="policies to compare, or `all`"
     )
-    world: dict[str, Any] = Field({}, description="the world the tasks are drawn from")
-    tiny: dict[str, Any] = Field({}, description="the embedded model and its tokenizer")
+    world: TrailSettings = TrailSettings()
     agent: AgentSettings = AgentSettings()
-    sft: dict[str, Any] = Field({}, description="supervised warm start")
-    critic: dict[str, Any] = Field({}, description="critic pretraining")
-    ppo: dict[str, Any] = Field({}, description="reinforcement learning")
+    long_window: int = Field(131_072, ge=1, description="the one window of no-compaction-long, in tokens")
+    group_size: int = Field(8, ge=2, description="rollouts per prompt of the group estimator (supo, grpo)")
+    sft: WarmstartSettings
+    critic_steps: int = Field(50, ge=1, description="critic pretraining steps (the paper's 50)")
+    ppo: PPOSettings = PPOSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    loop: LoopSettings = LoopSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+
+    def training(self, variant: Variant, seed: int) -> Training:
+        """What `variant` trains with: the preset with the variant's changes."""
+        changes = CHANGES[variant]
+        compaction = dict(changes.get("compaction", {}))
+        if compaction.get("window") == "long":
+            compaction["window"] = self.long_window
+        ppo = changed(self.ppo, changes.get("ppo", {}))
+        if ppo.advantage.estimator == "group":
+            ppo = changed(ppo, {"group_size": self.group_size})
+        agent = changed(self.agent, {"compaction": compaction, "mode": "training"})
+        trainer = changed(self.trainer, changes.get("trainer", {}) | {"temperature": self.agent.temperature})
+        return Training(ppo, trainer, agent, self.world, self.loop, seed)
+
+
+def changed(model: S, changes: Mapping[str, Any]) -> S:
+    """A copy with nested changes, validated."""
+    dumped = model.model_dump()
+    for name, value in changes.items():
+        field = getattr(model, name)
+        dumped[name] = changed(field, value).model_dump() if isinstance(field, Settings) else value
+    return type(model).model_validate(dumped)
 
 
 def load_experiment(name_or_path: str = "tiny", overrides: Sequence[str] = ()) -> Experiment:

@@ -7,14 +7,15 @@ name without `.work` is whole. Plain files: imports neither Prefect nor MLflow, 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -170,10 +171,10 @@ class StageStore:
             return Miss(f"files damaged: {damage}")
         return Hit(folder, manifest)
 
-    def run(
+    async def run(
         self,
         spec: StageSpec,
-        produce: Callable[[Path], Produced],
+        produce: Callable[[Path], Awaitable[Produced]],
         *,
         force: bool = False,
         on_wait: Callable[[str], None] = lambda message: None,
@@ -185,11 +186,12 @@ class StageStore:
         """
         if isinstance(hit := self.lookup(spec, force=force), Hit):
             return StageOutcome(hit.folder, hit.manifest, True, "unchanged")
-        with self._lock(spec, on_wait) as waited, explained_disk_full(self.root, spec.title):
-            found = self.lookup(spec, force=force and not waited)
-            if isinstance(found, Hit):
-                return StageOutcome(found.folder, found.manifest, True, "made by another run at the same time")
-            return self._make(spec, produce, found.why, fresh=force)
+        async with self._lock(spec, on_wait) as waited:
+            with explained_disk_full(self.root, spec.title):
+                found = self.lookup(spec, force=force and not waited)
+                if isinstance(found, Hit):
+                    return StageOutcome(found.folder, found.manifest, True, "made by another run at the same time")
+                return await self._make(spec, produce, found.why, fresh=force)
 
     def manifests(self) -> list[tuple[Path, Manifest]]:
         """Every finished stage, oldest first."""
@@ -207,13 +209,13 @@ class StageStore:
         except Timeout:
             return True
 
-    def _make(self, spec: StageSpec, produce: Callable[[Path], Produced], why: str, *, fresh: bool) -> StageOutcome:
+    async def _make(self, spec: StageSpec, produce: Callable[[Path], Awaitable[Produced]], why: str, *, fresh: bool) -> StageOutcome:
         work, final = self.work_folder(spec), self.folder(spec)
         if fresh and work.exists():
             shutil.rmtree(work)
         work.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        produced = produce(work)
+        produced = await produce(work)
         manifest = Manifest(
             stage=spec.stage,
             label=spec.label,
@@ -250,8 +252,8 @@ class StageStore:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{folder_name}.lock"
 
-    @contextmanager
-    def _lock(self, spec: StageSpec, on_wait: Callable[[str], None]) -> Iterator[bool]:
+    @asynccontextmanager
+    async def _lock(self, spec: StageSpec, on_wait: Callable[[str], None]) -> AsyncIterator[bool]:
         """Yields whether another run held it."""
         lock = FileLock(self._lock_path(spec.folder_name))
         try:
@@ -259,12 +261,22 @@ class StageStore:
             waited = False
         except Timeout:
             on_wait(f"{spec.title}: another run is making this stage; waiting for it")
-            lock.acquire(poll_interval=0.2)
+            await _acquired(lock)
             waited = True
         try:
             yield waited
         finally:
             lock.release()
+
+
+async def _acquired(lock: FileLock) -> None:
+    """Waits without holding up the other stages of this run."""
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            return
+        except Timeout:
+            await asyncio.sleep(0.2)
 
 
 def canonical_json(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -91,8 +92,7 @@ class StepLayout:
     """Attention of the last tokens alone, all the last layer needs"""
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """Tokens of one slot that have no keys and values yet."""
 
     slot: int

@@ -35,6 +35,10 @@ class _Call:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    def stamp(self, version: int) -> None:
+        """Stamps the tokens that have no version yet."""
+        self.versions += [version] * (len(self.token_ids) - len(self.versions))
+
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
             token_ids=np.array(self.token_ids, dtype=np.int32),
@@ -108,7 +112,11 @@ class TorchEngine:
         self._waiting.append(call)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
-        return await call.future
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._abandon(call)
+            raise
 
     async def release(self, rollout_id: str) -> None:
         """Frees the rollout's slot and forgets its prefix, so that later rollouts do not depend on it."""
@@ -127,10 +135,12 @@ class TorchEngine:
         values; the old weights then keep serving.
         """
         load_in_place(self._model, state_dict)
-        self.version = version
         self._cache.clear()
         for slot in self._slots:
             slot.filled = 0
+            if slot.call is not None:
+                slot.call.stamp(self.version)
+        self.version = version
 
     def _check(self, request: GenerateRequest) -> None:
         length, vocabulary = len(request.prompt_ids), self._model.config.vocab_size
@@ -153,7 +163,6 @@ class TorchEngine:
         """Steps until there is nothing to do; whoever waits learns of a failure."""
         try:
             while True:
-                self._drop_abandoned()
                 self._admit()
                 active = [(slot, slot.call) for slot in self._slots if slot.call is not None]
                 if not active:
@@ -176,13 +185,13 @@ class TorchEngine:
         for slot in self._slots:
             slot.clear()
 
-    def _drop_abandoned(self) -> None:
+    def _abandon(self, call: _Call) -> None:
         """A caller that was cancelled frees its place; its slot keeps the prefix."""
+        if call in self._waiting:
+            self._waiting.remove(call)
         for slot in self._slots:
-            if slot.call is not None and slot.call.future.done():
+            if slot.call is call:
                 slot.call = None
-        if any(call.future.done() for call in self._waiting):
-            self._waiting = deque(call for call in self._waiting if not call.future.done())
 
     def _admit(self) -> None:
         """Gives slots to waiting calls in their order; a call whose rollout is being served waits for it."""
@@ -226,28 +235,32 @@ class TorchEngine:
         ready: list[int] = []
         for index, ((slot, call), row) in enumerate(zip(served, rows, strict=True)):
             slot.filled += len(row.token_ids)
-            self.prefill_tokens += max(0, min(slot.filled, len(call.request.prompt_ids)) - row.start)
+            if not call.token_ids or len(row.token_ids) > 1:
+                self.prefill_tokens += max(0, min(slot.filled, len(call.request.prompt_ids)) - row.start)
             if slot.filled == len(slot.ids):
                 ready.append(index)
-        if ready:
-            if len(ready) < len(rows):
-                logits = logits[torch.tensor(ready, device=logits.device)]
-            tokens, logprobs = sample(logits, [served[i][1].sampler for i in ready])
-            self.generated_tokens += len(ready)
-            for i, token, logprob in zip(ready, tokens.tolist(), logprobs.tolist(), strict=True):
-                self._take(*served[i], token, logprob)
+        if len(ready) < len(rows):
+            served = [served[i] for i in ready]
+            logits = logits[torch.tensor(ready, dtype=torch.long, device=logits.device)]
+        if served:
+            tokens, logprobs = sample(logits, [call.sampler for _, call in served])
+            self.generated_tokens += len(served)
+            for (slot, call), token, logprob in zip(served, tokens.tolist(), logprobs.tolist(), strict=True):
+                slot.ids.append(token)
+                call.token_ids.append(token)
+                call.logprobs.append(logprob)
+                if token in self._stops:
+                    self._finish(slot, call, "stop")
+                elif len(call.token_ids) == call.request.max_tokens:
+                    self._finish(slot, call, "length")
         self.busy_seconds += time.perf_counter() - began
 
-    def _take(self, slot: _Slot, call: _Call, token: int, logprob: float) -> None:
-        slot.ids.append(token)
-        call.token_ids.append(token)
-        call.logprobs.append(logprob)
-        call.versions.append(self.version)
-        if token in self._stops or len(call.token_ids) == call.request.max_tokens:
-            slot.call = None
-            self._touch(slot)
-            if not call.future.done():
-                call.future.set_result(call.completion("stop" if token in self._stops else "length"))
+    def _finish(self, slot: _Slot, call: _Call, reason: FinishReason) -> None:
+        slot.call = None
+        self._touch(slot)
+        call.stamp(self.version)
+        if not call.future.done():
+            call.future.set_result(call.completion(reason))
 
     def _touch(self, slot: _Slot) -> None:
         self._clock += 1
@@ -256,9 +269,11 @@ class TorchEngine:
 
 def _new_tokens(active: list[tuple[_Slot, _Call]]) -> tuple[list[tuple[_Slot, _Call]], list[NewTokens]]:
     """What this step computes: all single tokens, and longer pieces as far as STEP_TOKENS reach (at least one row)."""
-    served = [pair for pair in active if len(pair[0].ids) - pair[0].filled == 1]
+    served, longer = [], []
+    for pair in active:
+        slot = pair[0]
+        (served if len(slot.ids) - slot.filled == 1 else longer).append(pair)
     rows = [NewTokens(slot.index, slot.filled, slot.ids[-1:]) for slot, _ in served]
-    longer = [pair for pair in active if len(pair[0].ids) - pair[0].filled > 1]
     width = 0
     for count, pair in enumerate(longer, start=1):
         slot = pair[0]

@@ -1,0 +1,221 @@
+"""The stages of an experiment and how they hang together: sft → critic → ppo → cells, per seed and variant.
+
+Names of stages follow from settings alone, so the whole plan is known before anything runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from evaluation.grid import Cell, greedy_cell, one_factor_cells, product_cells
+from flows.experiment import Experiment, Variant
+from tasks import evaluate, ppo, warmstart
+from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
+from tasks.stages import StageRunner
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One stage before it runs."""
+
+    spec: StageSpec
+    cached: bool
+    why: str
+
+
+class Plan:
+    """Every stage's name, from the experiment alone."""
+
+    def __init__(self, experiment: Experiment, *, full_product: bool = False) -> None:
+        """`full_product`: all combinations of window, cap and keep_recent (sweep); else one factor at a time."""
+        self.experiment = experiment
+        self._full_product = full_product
+
+    def sft(self, seed: int) -> StageSpec:
+        e = self.experiment
+        return warmstart.spec(e.sft, e.world, e.agent, seed)
+
+    def critic_training(self, variant: Variant, seed: int) -> ppo.Training | None:
+        """Critic pretraining sees the variant's rollouts, but none of its loss: variants that roll out alike share it."""
+        training = self.experiment.training(variant, seed)
+        if training.ppo.advantage.estimator == "group":
+            return None
+        plain = self.experiment.ppo.model_copy(update={"steps": self.experiment.critic_steps})
+        return ppo.Training(
+            plain, self.experiment.trainer, training.agent, training.world, training.loop, seed
+        )
+
+    def critic(self, variant: Variant, seed: int) -> StageSpec | None:
+        training = self.critic_training(variant, seed)
+        return ppo.critic_spec(training, self._critic_label(training), self.sft(seed)) if training else None
+
+    def policy(self, variant: Variant, seed: int) -> StageSpec:
+        """The stage that makes the variant's checkpoint: `sft` for base, else its `ppo`."""
+        if variant == "base":
+            return self.sft(seed)
+        training = self.experiment.training(variant, seed)
+        return ppo.ppo_spec(training, f"{variant} seed {seed}", self.sft(seed), self.critic(variant, seed))
+
+    def cells(self, variant: Variant, seed: int) -> list[Cell]:
+        """What the variant is evaluated on."""
+        e, point = self.experiment.evaluation, self.experiment.agent.compaction
+        axes = (e.windows or (point.window,), e.caps or (point.cap,), e.keep_recents or (point.keep_recent,))
+        if self._full_product:
+            return product_cells(*axes, variant=variant, seed=seed, temperature=self.experiment.agent.temperature)
+        cells = one_factor_cells(
+            point, *axes, variant=variant, seed=seed, temperature=self.experiment.agent.temperature
+        )
+        if e.greedy:
+            cells.append(greedy_cell(cells[0]))
+        if "no-compaction-long" in self.experiment.variants:
+            cells.append(Cell(variant, seed, self.experiment.long_window, 0, None, self.experiment.agent.temperature))
+        return list(dict.fromkeys(cells))
+
+    def cell(self, cell: Cell) -> StageSpec:
+        e = self.experiment
+        policy = self.policy(cell.variant, cell.seed)  # type: ignore[arg-type]
+        return evaluate.spec(
+            cell, policy, e.agent, e.world, e.evaluation.split, e.evaluation.n_tasks, e.evaluation.repeats
+        )
+
+    @cached_property
+    def stages(self) -> list[StageSpec]:
+        """All stages in an order in which they could run, each once."""
+        found: dict[str, StageSpec] = {}
+        for seed in self.experiment.seeds:
+            for variant in self.experiment.variants:
+                specs = [self.sft(seed)]
+                if variant != "base":
+                    specs += [s for s in (self.critic(variant, seed),) if s] + [self.policy(variant, seed)]
+                specs += [self.cell(cell) for cell in self.cells(variant, seed)]
+                found |= {spec.digest: spec for spec in specs}
+        return list(found.values())
+
+    def look_up(self, store: StageStore, *, force: bool) -> list[Planned]:
+        """What is there and what would run."""
+        planned = []
+        for spec in self.stages:
+            found = store.lookup(spec, force=force)
+            cached = isinstance(found, Hit)
+            planned.append(Planned(spec, cached, "unchanged" if isinstance(found, Hit) else found.why))
+        return planned
+
+    def _critic_label(self, training: ppo.Training) -> str:
+        compaction = training.agent.compaction
+        return f"cap {compaction.cap} window {compaction.window} seed {training.seed}"
+
+
+class Chain:
+    """Runs a plan: each stage once, whoever asks first; independent ones side by side."""
+
+    def __init__(self, plan: Plan, runner: StageRunner) -> None:
+        self.plan, self.runner, self.experiment = plan, runner, plan.experiment
+        self._running: dict[str, asyncio.Task[StageOutcome]] = {}
+        self.results: dict[Cell, StageOutcome] = {}
+        self.errors: list[Exception] = []
+
+    async def run(self) -> None:
+        """All seeds and variants. A failure ends what depends on it; `errors` holds what went wrong."""
+        pairs = [(variant, seed) for seed in self.experiment.seeds for variant in self.experiment.variants]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for variant, seed in pairs:
+                    group.create_task(self._evaluate(variant, seed))
+        finally:
+            for task in self._running.values():
+                task.cancel()
+
+    async def _evaluate(self, variant: Variant, seed: int) -> None:
+        """The variant's policy, then its cells one after another on one worker."""
+        try:
+            policy = await self._policy(variant, seed)
+        except Exception as error:
+            self._failed(error)
+            return
+        cells = self.plan.cells(variant, seed)
+        worker = evaluate.EvaluationWorker(
+            policy.folder / "checkpoint",
+            self.runner.cluster,
+            slots=self.experiment.loop.slots,
+            max_length=max(cell.window for cell in cells),
+        )
+        try:
+            for cell in cells:
+                try:
+                    self.results[cell] = await self._cell(cell, worker)
+                except Exception as error:
+                    self._failed(error)
+        finally:
+            worker.stop()
+
+    async def _cell(self, cell: Cell, worker: evaluate.EvaluationWorker) -> StageOutcome:
+        e, own = self.experiment, self.experiment.evaluation
+        return await self.runner.run(
+            self.plan.cell(cell),
+            evaluate.body(cell, e.agent, e.world, own.split, own.n_tasks, own.repeats, worker),
+            total=own.n_tasks * own.repeats,
+            unit="trials",
+            tags={"stage": "evaluate", "variant": cell.variant, "dataset": f"trail/{own.split}"},
+            params=evaluate.params(cell, e.agent, own.n_tasks, own.repeats),
+        )
+
+    async def _policy(self, variant: Variant, seed: int) -> StageOutcome:
+        if variant == "base":
+            return await self._sft(seed)
+        spec = self.plan.policy(variant, seed)
+        return await self._once(spec, self._train(variant, seed, spec))
+
+    async def _sft(self, seed: int) -> StageOutcome:
+        e = self.experiment
+        spec = self.plan.sft(seed)
+        body = warmstart.body(e.sft, e.world, e.agent, seed, self.runner.cluster)
+        total = sum(stage.steps for stage in e.sft.sft.stages)
+        tags = {"variant": "base", "seed": seed}
+        return await self._once(spec, self.runner.run(spec, body, total=total, unit="steps", tags=tags))
+
+    async def _train(self, variant: Variant, seed: int, spec: StageSpec) -> StageOutcome:
+        sft = await self._sft(seed)
+        critic = await self._critic(variant, seed, sft)
+        training = self.experiment.training(variant, seed)
+        return await self.runner.run(
+            spec,
+            ppo.ppo_body(training, sft, critic, self.runner.cluster),
+            total=training.ppo.steps,
+            unit="updates",
+            tags={"variant": variant, "seed": seed},
+        )
+
+    async def _critic(self, variant: Variant, seed: int, sft: StageOutcome) -> StageOutcome | None:
+        training, spec = self.plan.critic_training(variant, seed), self.plan.critic(variant, seed)
+        if training is None or spec is None:
+            return None
+        body = ppo.critic_body(training, sft, self.runner.cluster)
+        stage = self.runner.run(spec, body, total=training.ppo.steps, unit="steps", tags={"seed": seed})
+        return await self._once(spec, stage)
+
+    async def _once(self, spec: StageSpec, stage: Any) -> StageOutcome:
+        """Whoever asks first runs the stage; the others wait for the same outcome."""
+        if spec.digest in self._running:
+            stage.close()
+        else:
+            self._running[spec.digest] = asyncio.create_task(stage)
+        return await asyncio.shield(self._running[spec.digest])
+
+    def _failed(self, error: Exception) -> None:
+        if not any(error is known for known in self.errors):
+            self.errors.append(error)
+
+
+def in_order(results: dict[Cell, StageOutcome], plan: Plan) -> list[StageOutcome]:
+    """Cells' outcomes in the plan's order."""
+    cells: Sequence[Cell] = [
+        cell
+        for variant in plan.experiment.variants
+        for seed in plan.experiment.seeds
+        for cell in plan.cells(variant, seed)
+    ]
+    return [results[cell] for cell in cells if cell in results]

@@ -1,0 +1,189 @@
+"""The flow `reproduce`: train the variants, evaluate them over one-factor sweeps, write the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from evaluation.analysis.pooling import PresetPoint
+from evaluation.results import CellResult
+from flows.chain import Chain, Plan, in_order
+from flows.experiment import Experiment
+from flows.options import RunOptions
+from flows.runs import RunFolder
+from flows.services import Home
+from tasks.caching import Manifest, StageStore, sha256_json, write_durably
+from tasks.cluster import Cluster
+from tasks.errors import CommandError
+from tasks.stages import StageRecord, StageRunner
+from tasks.tracking import Tracker, git_state
+
+VERSIONED = ("torch", "transformers", "ray", "prefect", "mlflow", "numpy", "pandas", "pyarrow")
+
+
+def run_reproduce(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+    """Runs (or with `options.dry_run` plans) the reproduction; the object is what `--json` prints."""
+    return run_plan(Plan(experiment), options, "reproduce")
+
+
+def run_plan(plan: Plan, options: RunOptions, flow_name: str) -> dict[str, Any]:
+    """The plan as a Prefect flow."""
+    if options.dry_run:
+        return describe(plan, options)
+    from prefect import flow
+
+    @flow(name=flow_name, flow_run_name=options.run.name if options.run else None, persist_result=False)
+    async def run(preset: str, variants: list[str], seeds: list[int], overrides: dict[str, Any]) -> dict[str, Any]:
+        return await _run(plan, options)
+
+    e = plan.experiment
+    return asyncio.run(run(e.name, list(e.variants), list(e.seeds), {}))
+
+
+def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
+    """The plan without running it: stages with cached / will run / why, cells, what it costs."""
+    planned = plan.look_up(StageStore(options.home.stages), force=options.force)
+    cells = [p.spec.label for p in planned if p.spec.stage == "evaluate"]
+    trials = len(cells) * plan.experiment.evaluation.n_tasks * plan.experiment.evaluation.repeats
+    return {
+        "experiment": plan.experiment.model_dump(mode="json"),
+        "stages": [
+            {"name": p.spec.stage, "label": p.spec.label, "cached": p.cached, "why": p.why} for p in planned
+        ],
+        "cells": cells,
+        "cost": {"trials": f"{trials:,}", "stages to run": str(sum(not p.cached for p in planned))},
+    }
+
+
+async def _run(plan: Plan, options: RunOptions) -> dict[str, Any]:
+    if options.services is None or options.run is None:
+        raise ValueError("a run needs services and a run folder")
+    from prefect.runtime import flow_run
+
+    services, run, experiment = options.services, options.run, plan.experiment
+    config = experiment.model_dump(mode="json")
+    cluster = Cluster(services.ray_address, run.name, run.logs)
+    artifacts = options.home.mlflow_artifacts if services.mlflow_is_ours else None
+    tags = {"prefect_flow_run_id": flow_run.id, "run_folder": str(run.path)}
+    try:
+        with Tracker.open(
+            services.mlflow_uri,
+            preset=experiment.name,
+            config=config,
+            config_digest=sha256_json(config),
+            artifacts=artifacts,
+            name=run.name,
+            tags=tags,
+        ) as tracker:
+            run.update(mlflow_run_id=tracker.parent.run_id, prefect_flow_run_id=flow_run.id)
+            runner = StageRunner(
+                StageStore(options.home.stages),
+                tracker,
+                options.progress,
+                cluster,
+                asyncio.Semaphore(os.cpu_count() or 1),
+                force=options.force,
+                on_record=lambda records: run.update(stages=[asdict(r) for r in records]),
+            )
+            chain = Chain(plan, runner)
+            await chain.run()
+            return _finish(plan, chain, run, tracker)
+    finally:
+        cluster.close()
+
+
+def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
+    """results.json, the report, and the object that the command prints."""
+    outcomes = in_order(chain.results, plan)
+    if not outcomes:
+        raise chain.errors[0] if chain.errors else CommandError("nothing was evaluated; name at least one variant")
+    result = {
+        "status": "partial" if chain.errors else "ok",
+        "errors": [f"{type(error).__name__}: {error}" for error in chain.errors],
+        "results": [outcome.result for outcome in outcomes],
+        "stages": [asdict(record) for record in chain.runner.records],
+        "preset_point": _point(plan.experiment).model_dump(),
+        "provenance": provenance(plan.experiment),
+        "mlflow_run_id": tracker.parent.run_id,
+    }
+    write_durably(run.results, json.dumps(result, indent=1, allow_nan=False))
+    run.update(errors=result["errors"])
+    report = write_run_report(run, chain.runner.store.root)
+    tracker.parent.log_file(report)
+    tracker.parent.log_file(run.results)
+    return result
+
+
+def provenance(experiment: Experiment) -> dict[str, Any]:
+    """What a result carries: config, seeds, commit, versions."""
+    import sys
+
+    versions = {name: version(name) for name in VERSIONED} | {"python": sys.version.split()[0]}
+    return {
+        "preset": experiment.name,
+        "seeds": ", ".join(map(str, experiment.seeds)),
+        **git_state(Path(__file__).resolve().parents[1]),
+        "config_digest": sha256_json(experiment.model_dump(mode="json")),
+        "versions": versions,
+        "config": experiment.model_dump(mode="json"),
+    }
+
+
+def rebuild_report(home: Home, run: RunFolder) -> Path:
+    """Writes report.html again from what the run left on disk. Raises CommandError where it has no results."""
+    if not run.results.exists():
+        raise CommandError(f"{run.path} has no results.json: the run did not get that far; resume it: {run.record['command']}")
+    return write_run_report(run, home.stages)
+
+
+def write_run_report(run: RunFolder, stages: Path) -> Path:
+    """The report of a finished run, from its results.json and its stages' curves."""
+    from evaluation.analysis.report import ReportData, write_report
+
+    result = json.loads(run.results.read_text())
+    data = ReportData(
+        title=run.name,
+        preset=PresetPoint.model_validate(result["preset_point"]),
+        cells=[CellResult.model_validate(cell) for cell in result["results"]],
+        curves=_curves(result["stages"], stages),
+        provenance=result["provenance"],
+        links={
+            "output folder": str(run.path),
+            "MLflow run": result["mlflow_run_id"],
+            "run again": str(run.record["command"]),
+        },
+    )
+    return write_report(run.report, data)
+
+
+def _curves(records: Sequence[dict[str, Any]], stages: Path) -> list[Any]:
+    """Training curves of the run's PPO stages."""
+    from evaluation.analysis.plots import CurvePoint
+
+    points = []
+    for record in map(lambda r: StageRecord(**r), records):
+        manifest = Manifest.read(stages / record.folder)
+        if record.name != "ppo" or manifest is None:
+            continue
+        variant, _, seed = record.label.rpartition(" seed ")
+        curves = manifest.result["curves"]
+        for step in range(len(next(iter(curves.values())))):
+            values = {name: series[step] for name, series in curves.items()}
+            points.append(CurvePoint(variant, int(seed), step + 1, values))
+    return points
+
+
+def _point(experiment: Experiment) -> PresetPoint:
+    compaction = experiment.agent.compaction
+    return PresetPoint(
+        window=compaction.window,
+        cap=compaction.cap,
+        keep_recent=compaction.keep_recent,
+        long_window=experiment.long_window if "no-compaction-long" in experiment.variants else None,
+    )

@@ -1,0 +1,15 @@
+"""The flow `sweep`: every combination of window, cap and keep_recent, on the variants' checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.chain import Plan
+from flows.experiment import Experiment
+from flows.options import RunOptions
+from flows.reproduce import run_plan
+
+
+def run_sweep(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+    """Runs (or plans) the full product; checkpoints that a reproduction made are reused."""
+    return run_plan(Plan(experiment, full_product=True), options, "sweep")

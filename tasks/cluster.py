@@ -1,0 +1,89 @@
+"""Ray for one run: started on first need, stopped if it is ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+from tasks.errors import CommandError
+
+OBJECT_STORE_BYTES = 150 * 2**20
+
+
+class Cluster:
+    """A Ray cluster that starts when `ensure` is first called: a run of cached stages never starts one.
+
+    With `address` (RAY_ADDRESS) the user's cluster is joined and left running; else a local one is started. Ray's token
+    authentication stays on, since its services listen beyond loopback.
+    """
+
+    def __init__(self, address: str | None, namespace: str, log_folder: Path) -> None:
+        self._address, self._namespace, self._log_folder = address, namespace, log_folder
+        self._temporary: str | None = None
+        self._joined = False
+
+    def ensure(self) -> None:
+        """Raises CommandError where Ray cannot start or the user's cluster does not answer."""
+        if self._joined:
+            return
+        os.environ["OMP_NUM_THREADS"] = "1"
+        import ray
+
+        arguments: dict[str, object] = {"address": self._address}
+        if self._address is None:
+            # Short: Ray puts Unix sockets below it, and their paths are limited to about a hundred characters.
+            self._temporary = tempfile.mkdtemp(prefix="crl-ray-", dir="/tmp")
+            arguments = {
+                "address": "local",
+                "num_cpus": os.cpu_count(),
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": self._temporary,
+            }
+        handlers = _signal_handlers()
+        try:
+            ray.init(namespace=self._namespace, log_to_driver=False, logging_level="ERROR", **arguments)
+        except Exception as error:
+            raise CommandError(
+                f"Ray did not start ({type(error).__name__}: {error}); free memory, or set RAY_ADDRESS to a running cluster"
+            ) from error
+        finally:
+            _restore(handlers)  # ray.init takes SIGTERM for itself, and a run would no longer clean up
+        self._joined = True
+
+    def close(self) -> None:
+        """Leaves the cluster; ends a local one with all its processes and keeps its logs' last state in the run's."""
+        if not self._joined:
+            self._remove_temporary()
+            return
+        import ray
+
+        handlers = _signal_handlers()
+        ray.shutdown()
+        _restore(handlers)
+        self._joined = False
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        if self._temporary is None:
+            return
+        logs = Path(self._temporary) / "session_latest" / "logs"
+        if logs.is_dir():
+            shutil.copytree(
+                logs.resolve(), self._log_folder / "ray", dirs_exist_ok=True, ignore=shutil.ignore_patterns("old", "events")
+            )
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _signal_handlers() -> dict[int, object]:
+    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+
+def _restore(handlers: dict[int, object]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""Stages `critic` and `ppo`: both run the PPO loop, the first without touching the policy.
+
+Progress is checkpointed in the stage's folder, so a killed stage goes on from there, with the numbers it would have had.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from compaction.settings import AgentSettings, Settings
+from compaction.storage import write_rollouts
+from evaluation.tasksets.trail import TrailSettings
+from rl.settings import PPOSettings, TrainerSettings
+from tasks.caching import StageOutcome, StageSpec
+from tasks.cluster import Cluster
+from tasks.stages import Body, StageRun
+from tasks.wiring import LEARNING_SOURCES, ROLLOUT_SOURCES, longest_sequence, training_tasks
+
+CHECKPOINTS = "checkpoints"
+KEPT_ROLLOUTS = 16
+"""Rollouts of the first and of the last step that stay to be read"""
+CURVES = (
+    "train/reward",
+    "train/entropy",
+    "train/kl_to_sampler",
+    "train/clip_fraction",
+    "train/summary_token_share",
+    "train/logprob_mismatch",
+    "critic/explained_variance",
+    "critic/loss",
+    "rollout/summary_tokens",
+    "rollout/summary_rejected",
+    "rollout/compactions",
+    "rollout/turns",
+)
+"""Metrics that the report draws; MLflow has all of them"""
+
+
+class LoopSettings(Settings):
+    """How rollouts are served and how often a stage is checkpointed."""
+
+    slots: int = Field(64, ge=1, description="rollouts at once in one engine")
+    checkpoint_every: int = Field(10, ge=1, description="steps between checkpoints")
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that decides a critic or PPO stage besides its parents."""
+
+    ppo: PPOSettings
+    trainer: TrainerSettings
+    agent: AgentSettings
+    world: TrailSettings
+    loop: LoopSettings
+    seed: int
+
+    def settings(self) -> dict[str, Any]:
+        models = {"ppo": self.ppo, "trainer": self.trainer, "agent": self.agent, "world": self.world}
+        return {name: model.model_dump(mode="json") for name, model in models.items()} | {
+            "seed": self.seed,
+            "slots": self.loop.slots,
+        }
+
+
+def critic_spec(training: Training, label: str, sft: StageSpec) -> StageSpec:
+    """Critic pretraining on rollouts of the fixed base policy."""
+    return _spec("critic", training, label, {"policy": sft.digest})
+
+
+def ppo_spec(training: Training, label: str, sft: StageSpec, critic: StageSpec | None) -> StageSpec:
+    """PPO from the base policy and, with the gae estimator, the pretrained critic."""
+    parents = {"policy": sft.digest} | ({"critic": critic.digest} if critic else {})
+    return _spec("ppo", training, label, parents)
+
+
+def _spec(stage: str, training: Training, label: str, parents: dict[str, str]) -> StageSpec:
+    packages = (*ROLLOUT_SOURCES, *LEARNING_SOURCES, "tasks/ppo.py", "tasks/wiring.py")
+    return StageSpec(stage, label, training.settings(), parents, packages)
+
+
+def critic_body(training: Training, sft: StageOutcome, cluster: Cluster) -> Body:
+    """Writes `trainer/`: the base policy with a critic that has seen `steps` batches of it."""
+
+    async def run(stage: StageRun) -> dict[str, Any]:
+        async with _loop(training, sft.folder / "checkpoint", cluster, stream="critic") as loop:
+            curves = await _steps(loop, training, stage, update_policy=False)
+            await loop.trainer.save(stage.folder / "trainer")
+        return {"curves": curves}
+
+    return run
+
+
+def ppo_body(training: Training, sft: StageOutcome, critic: StageOutcome | None, cluster: Cluster) -> Body:
+    """Writes `checkpoint/`, the trained policy, and the first and last rollouts."""
+
+    async def run(stage: StageRun) -> dict[str, Any]:
+        async with _loop(training, sft.folder / "checkpoint", cluster, stream="ppo") as loop:
+            if critic is not None:
+                await loop.trainer.load(critic.folder / "trainer")
+            curves = await _steps(loop, training, stage, update_policy=True)
+            await loop.trainer.save_policy(stage.folder / "checkpoint")
+        return {"checkpoint": "checkpoint", "curves": curves}
+
+    return run
+
+
+@asynccontextmanager
+async def _loop(training: Training, checkpoint: Path, cluster: Cluster, *, stream: str) -> AsyncIterator[Any]:
+    """The PPO loop with a worker and a trainer of its own. `stream` keeps critic and PPO from sharing tasks."""
+    cluster.ensure()
+    from rl.ppo import PPO
+    from rl.workers import RolloutWorker, TrainerHandle
+
+    ppo = training.ppo
+    tasks = training_tasks(training.world, 2 * training.seed + (stream == "ppo"), ppo.steps * ppo.batch_size)
+    worker = RolloutWorker(checkpoint, slots=training.loop.slots, max_length=longest_sequence(training.agent))
+    trainer = TrainerHandle(checkpoint, training.trainer)
+    try:
+        yield PPO(ppo, training.agent, tasks, training.seed, stream, worker, trainer)
+    finally:
+        worker.stop()
+        trainer.stop()
+
+
+async def _steps(loop: Any, training: Training, stage: StageRun, *, update_policy: bool) -> dict[str, list[Any]]:
+    """Runs the loop from its last checkpoint to the end; returns the curves of all steps."""
+    root = stage.folder / CHECKPOINTS
+    resumed = await loop.trainer.resume(root)
+    first, curves = (resumed[0], resumed[1]["curves"]) if resumed else (0, {name: [] for name in CURVES})
+    if resumed and update_policy:
+        await loop.worker.load_weights(*await loop.trainer.weights())
+    async for result in loop.run(first, update_policy=update_policy):
+        done = result.step + 1
+        for name in CURVES:
+            curves[name].append(result.metrics.get(name))
+        stage.log(done, result.metrics, _shown(result.metrics))
+        if result.step == 0 or done == training.ppo.steps:
+            name = "first" if result.step == 0 else "last"
+            write_rollouts(stage.folder / f"rollouts-{name}.parquet", result.rollouts[:KEPT_ROLLOUTS])
+        if done % training.loop.checkpoint_every == 0 and done < training.ppo.steps:
+            await loop.trainer.checkpoint(root, done, {"curves": curves})
+    shutil.rmtree(root, ignore_errors=True)
+    return curves
+
+
+def _shown(metrics: dict[str, float]) -> dict[str, float]:
+    names = ("train/reward", "rollout/summary_tokens", "critic/explained_variance", "train/kl_to_sampler")
+    return {name: metrics[name] for name in names if name in metrics}

@@ -1,0 +1,117 @@
+"""Running stages: reuse or make, as one Prefect task each, recorded in MLflow, with progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.caching import Hit, Produced, StageOutcome, StageSpec, StageStore
+from tasks.cluster import Cluster
+from tasks.progress import ProgressSink, StageProgress
+from tasks.tracking import TrackedRun, Tracker
+
+
+@dataclass
+class StageRecord:
+    """What run.json, the result table and `--json` say of a stage."""
+
+    name: str
+    label: str
+    folder: str
+    seconds: float
+    cached: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a stage's body is handed."""
+
+    folder: Path
+    """Write here; it outlives a killed run, so a body finds its own checkpoints in it"""
+    tracked: TrackedRun
+    progress: StageProgress
+
+    def log(self, done: int, metrics: Mapping[str, float], shown: Mapping[str, float]) -> None:
+        """Step `done` (from 1) is finished: all metrics to MLflow, `shown` beside the progress bar."""
+        self.tracked.log_step(done - 1, metrics)
+        self.progress.update(done, shown)
+
+
+Body = Callable[[StageRun], Awaitable[dict[str, Any]]]
+"""Writes the stage's files and returns its small result"""
+
+
+@dataclass
+class StageRunner:
+    """Runs the stages of one flow run. `slots` bounds how many compute at once; reuse waits for nobody."""
+
+    store: StageStore
+    tracker: Tracker
+    progress: ProgressSink
+    cluster: Cluster
+    slots: asyncio.Semaphore
+    force: bool = False
+    on_record: Callable[[list[StageRecord]], None] = lambda records: None
+    records: list[StageRecord] = field(default_factory=list)
+
+    async def run(
+        self,
+        spec: StageSpec,
+        body: Body,
+        *,
+        total: int | None,
+        unit: str,
+        tags: Mapping[str, Any],
+        params: Mapping[str, Any] | None = None,
+    ) -> StageOutcome:
+        """The stage's outcome: reused, or made by `body`. `params` mark a cell; every cell has the same keys."""
+        from prefect import task
+        from prefect.cache_policies import NO_CACHE
+
+        @task(name=spec.stage, task_run_name=spec.title, cache_policy=NO_CACHE, persist_result=False)
+        async def stage() -> StageOutcome:
+            return await self._outcome(spec, body, total, unit, tags, params)
+
+        outcome = await stage()
+        self._record(spec, outcome)
+        return outcome
+
+    async def _outcome(
+        self,
+        spec: StageSpec,
+        body: Body,
+        total: int | None,
+        unit: str,
+        tags: Mapping[str, Any],
+        params: Mapping[str, Any] | None,
+    ) -> StageOutcome:
+        if isinstance(hit := self.store.lookup(spec, force=self.force), Hit):
+            self.tracker.link_cached(spec.title, hit.manifest.mlflow_run_id)
+            return StageOutcome(hit.folder, hit.manifest, True, "unchanged")
+
+        async def produce(folder: Path) -> Produced:
+            recording = (
+                self.tracker.stage(spec.stage, spec.label, tags)
+                if params is None
+                else self.tracker.cell(spec.title, params, tags)
+            )
+            async with self.slots:
+                with recording as tracked, self.progress.stage(spec.title, total, unit) as progress:
+                    if params is None:
+                        tracked.log_config(spec.settings)
+                    result = await body(StageRun(folder, tracked, progress))
+                    return Produced(result, tracked.run_id)
+
+        return await self.store.run(spec, produce, force=self.force, on_wait=self.progress.note)
+
+    def _record(self, spec: StageSpec, outcome: StageOutcome) -> None:
+        self.records.append(
+            StageRecord(
+                spec.stage, spec.label, outcome.folder.name, outcome.manifest.seconds, outcome.cached, outcome.why
+            )
+        )
+        self.on_record(self.records)

@@ -1,0 +1,187 @@
+"""Stage `sft`: a tokenizer and random weights, expert rollouts, supervised fine-tuning. Makes the base checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from compaction.agent import run_rollout
+from compaction.protocols import Renderer
+from compaction.rollout import Rollout
+from compaction.settings import AgentSettings, Settings
+from compaction.summaries import load_prompt_pack
+from evaluation.tasksets.trail import TrailSettings, trail_tasks
+from evaluation.tasksets.trail_expert import ExpertSettings, TrailExpert, world_text
+from rl.rows import rows_of
+from rl.settings import SFTSettings, TinySettings
+from tasks.caching import StageSpec
+from tasks.cluster import Cluster
+from tasks.stages import Body, StageRun
+
+
+class ExpertData(Settings):
+    """The expert rollouts that one SFT stage reads: each draws its window, cap and keep_recent from these."""
+
+    rollouts: int = Field(ge=1, description="expert rollouts of this stage")
+    max_length: int | None = Field(None, ge=1, description="longest trail; null = the world's own")
+    windows: tuple[int, ...] = Field(min_length=1, description="windows to draw from")
+    caps: tuple[int, ...] = Field(min_length=1, description="caps to draw from")
+    keep_recents: tuple[int, ...] = Field(min_length=1, description="keep_recent values to draw from")
+
+
+class WarmstartSettings(Settings):
+    """The embedded default's base policy: what it is, what it is shown, how it is trained."""
+
+    tiny: TinySettings = TinySettings()
+    expert: ExpertSettings = ExpertSettings()
+    corpus_tasks: int = Field(400, ge=1, description="tasks whose text trains the tokenizer")
+    data: tuple[ExpertData, ...] = Field(min_length=1, description="expert rollouts, one entry per SFT stage")
+    sft: SFTSettings = SFTSettings()
+
+    @model_validator(mode="after")
+    def _one_data_set_per_stage(self) -> WarmstartSettings:
+        if len(self.data) != len(self.sft.stages):
+            raise ValueError(f"data has {len(self.data)} entries for {len(self.sft.stages)} SFT stages; give one per stage")
+        return self
+
+
+SOURCES = (
+    "compaction",
+    "evaluation/tasksets",
+    "evaluation/environments",
+    "rl/batching.py",
+    "rl/models.py",
+    "rl/optimization.py",
+    "rl/rows.py",
+    "rl/settings.py",
+    "rl/sft.py",
+    "rl/tiny.py",
+    "tasks/warmstart.py",
+)
+STEPS_PER_REPORT = 20
+
+
+def spec(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int) -> StageSpec:
+    """The stage's name by content."""
+    return StageSpec(
+        stage="sft",
+        label=f"seed {seed}",
+        settings={
+            "warmstart": settings.model_dump(mode="json"),
+            "world": world.model_dump(mode="json"),
+            "agent": agent.model_dump(mode="json"),
+            "seed": seed,
+        },
+        packages=SOURCES,
+    )
+
+
+def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int, cluster: Cluster) -> Body:
+    """Trains in a worker process and streams the metrics here."""
+
+    async def run(stage: StageRun) -> dict[str, Any]:
+        cluster.ensure()
+        import ray
+
+        @ray.remote(num_cpus=0, max_retries=0)
+        def train() -> Iterator[tuple[int, dict[str, float]]]:
+            from rl.workers import one_thread
+
+            one_thread()
+            yield from _reports(warmstart(stage_folder, settings, world, agent, seed))
+
+        stage_folder = stage.folder
+        last: dict[str, float] = {}
+        stream = train.options(num_returns="streaming").remote()
+        async for reference in stream:
+            done, last = await reference
+            stage.log(done, last, {"loss": last["sft/loss"]})
+        return {"checkpoint": "checkpoint", "loss": last["sft/loss"]}
+
+    return run
+
+
+def _reports(steps: Iterator[dict[str, float]]) -> Iterator[tuple[int, dict[str, float]]]:
+    """(steps done, mean metrics since the last report)."""
+    pending: list[dict[str, float]] = []
+    done = 0
+    for metrics in steps:
+        pending.append(metrics)
+        done += 1
+        if len(pending) == STEPS_PER_REPORT:
+            yield done, _mean(pending)
+            pending = []
+    if pending:
+        yield done, _mean(pending)
+
+
+def _mean(metrics: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+
+def warmstart(
+    folder: Path, settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int
+) -> Iterator[dict[str, float]]:
+    """Makes `folder/checkpoint`; yields the metrics of each SFT step. Needs torch, so it runs in a worker process."""
+    from compaction.rendering import load_renderer
+    from rl.models import load_policy, save_policy
+    from rl.sft import run_sft
+    from rl.tiny import make_tiny_checkpoint
+
+    tiny = settings.tiny.model_copy(update={"seed": seed})
+    start = make_tiny_checkpoint(folder / "initial", corpus(settings, world, agent), tiny)
+    renderer = load_renderer(start)
+    rows = [
+        [row for rollout in expert_rollouts(data, settings.expert, world, agent, renderer, seed, stage) for row in rows_of(rollout)]
+        for stage, data in enumerate(settings.data)
+    ]
+    policy = load_policy(start)
+    yield from run_sft(policy, rows, settings.sft, seed=seed)
+    save_policy(policy, folder / "checkpoint", start)
+
+
+def corpus(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings) -> Iterator[str]:
+    """Text that trains the tokenizer: the world's, and the prompt pack's, so that its words are single tokens too."""
+    pack = load_prompt_pack(agent.compaction.prompt_pack)
+    yield from [pack.system, pack.summary_instruction] * settings.corpus_tasks
+    yield from world_text(world, seed=0, n=settings.corpus_tasks)
+
+
+def expert_rollouts(
+    data: ExpertData,
+    expert_settings: ExpertSettings,
+    world: TrailSettings,
+    agent: AgentSettings,
+    renderer: Renderer,
+    seed: int,
+    stage: int = 0,
+) -> list[Rollout]:
+    """The scripted expert on training tasks, through the same agent loop as the policy's rollouts."""
+    if data.max_length is not None:
+        shorter = {"max_length": data.max_length, "min_length": min(world.min_length, max(1, data.max_length // 2))}
+        world = world.model_copy(update=shorter)
+    tasks = trail_tasks(world, "train", data.rollouts, seed=1_000_000 + 1_000 * seed + stage)
+    expert = TrailExpert(world, renderer, expert_settings.model_copy(update={"seed": seed}))
+    rng = random.Random(f"expert/{seed}/{stage}")
+
+    async def all_rollouts() -> list[Rollout]:
+        out = []
+        for i, task in enumerate(tasks):
+            compaction = agent.compaction.model_copy(
+                update={
+                    "window": rng.choice(data.windows),
+                    "cap": rng.choice(data.caps),
+                    "keep_recent": rng.choice(data.keep_recents),
+                }
+            )
+            settings = agent.model_copy(update={"compaction": compaction, "mode": "training"})
+            rollout_id = f"expert-{stage}-{i:06d}"
+            out.append(await run_rollout(task, expert, renderer, settings, seed=i, rollout_id=rollout_id))
+        return out
+
+    return asyncio.run(all_rollouts())

@@ -1,0 +1,38 @@
+"""Names to things: the training task stream, engines' sizes, and which sources decide a stage's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from compaction.protocols import Task
+from compaction.settings import AgentSettings
+from evaluation.tasksets.trail import TrailSettings, trail_tasks
+
+ROLLOUT_SOURCES = ("compaction", "evaluation/tasksets", "evaluation/environments", "rl/engines", "rl/workers.py")
+LEARNING_SOURCES = (
+    "rl/advantages.py",
+    "rl/batching.py",
+    "rl/checkpoint.py",
+    "rl/losses.py",
+    "rl/models.py",
+    "rl/optimization.py",
+    "rl/ppo.py",
+    "rl/rows.py",
+    "rl/settings.py",
+    "rl/trainer.py",
+)
+"""Sources whose change makes finished stages stale; documentation is not among them."""
+
+SEED_STRIDE = 1_000_003
+"""Keeps the task streams of neighbouring seeds apart"""
+
+
+def training_tasks(world: TrailSettings, seed: int, n: int) -> Callable[[int, int], list[Task]]:
+    """The first `n` tasks of the training split under `seed`, as the stream that PPO reads by (first, count)."""
+    tasks: list[Task] = list(trail_tasks(world, "train", n, seed * SEED_STRIDE))
+    return lambda first, count: tasks[first : first + count]
+
+
+def longest_sequence(agent: AgentSettings) -> int:
+    """Tokens that an engine's slot must hold for one rollout of `agent`: its window, whatever fills it."""
+    return agent.compaction.window
