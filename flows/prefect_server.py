@@ -23,7 +23,7 @@ from filelock import FileLock
 from tasks.errors import CommandError
 from tasks.processes import ProcessId, stop_process
 
-STARTUP_SECONDS = 180.0
+STARTUP_SECONDS = 300.0
 """A cold start takes 10–20 s on an idle machine; a loaded one is given more."""
 
 

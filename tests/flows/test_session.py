@@ -75,7 +75,7 @@ def records(home: Path) -> list[dict]:
 
 
 def wait_for(condition, process: subprocess.Popen[str], what: str) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"waited too long for {what}"
@@ -102,7 +102,7 @@ def leaves_alone_what_the_user_runs(home: Path, prefect_url: str) -> None:
     database = home.with_name("theirs.db")
     shutil.copy(home / "mlflow" / "mlflow.db", database)
     guest = start(own, PREFECT_API_URL=prefect_url, MLFLOW_TRACKING_URI=f"sqlite:///{database}")
-    out, err = guest.communicate(timeout=240)
+    out, err = guest.communicate(timeout=400)
     assert guest.returncode == 0, err
     assert json.loads(out)["services"].startswith(
         f"Prefect: {prefect_url} (PREFECT_API_URL) · MLflow: sqlite:///{database} (MLFLOW_TRACKING_URI)"
@@ -121,17 +121,17 @@ def test_commands_share_one_server_and_leave_none_behind(home: Path) -> None:
     wait_for(lambda: any("prefect" in r for r in records(home)), first, "the first command's flow")
     interrupted = start(home, "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     failing = start(home, "raise ValueError('a bug')")
-    out, err = failing.communicate(timeout=240)
+    out, err = failing.communicate(timeout=400)
     assert failing.returncode == 1, err
     assert json.loads(out)["error"].startswith("ValueError: a bug\nThis is a bug; the traceback is in")
     assert "Traceback" not in err
     assert "a bug" in (home / "last-error.log").read_text()
-    out, err = interrupted.communicate(timeout=240)
+    out, err = interrupted.communicate(timeout=400)
     assert interrupted.returncode == 130, err
     assert first.poll() is None
     leaves_alone_what_the_user_runs(home, records(home)[0]["prefect"])
     first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=240)
+    out, err = first.communicate(timeout=400)
     assert first.returncode == 143, err
     assert json.loads(out)["exit_code"] == 143
     ended = [r for r in records(home) if "mlflow_run_id" in r]
@@ -144,32 +144,28 @@ def test_commands_share_one_server_and_leave_none_behind(home: Path) -> None:
 
 @pytest.mark.xdist_group("prefect-server")
 def test_json_is_the_only_thing_on_stdout_and_a_killed_command_is_cleaned_up_after(home: Path) -> None:
-    killed = start(home, "time.sleep(600)")
     before = len(records(home))
-    wait_for(lambda: any("prefect" in r for r in records(home)[before - 1 :]), killed, "the flow to kill")
-    wait_for(lambda: records(home)[-1].get("prefect"), killed, "the flow to kill")
+    killed = start(home, "time.sleep(600)")
+    wait_for(lambda: any("prefect" in record for record in records(home)[before:]), killed, "the flow to kill")
     killed.kill()
     killed.communicate()
     assert processes_of(home)
     partial = start(home, status="partial")
-    out, err = partial.communicate(timeout=240)
+    out, err = partial.communicate(timeout=400)
     assert partial.returncode == 3, err
     result = json.loads(out)
     assert result["status"] == "partial"
     assert "(local server)" in result["services"]
-    last = records(home)[-1]
-    log = next(home.glob("runs/*/logs/output.log"))
-    assert log.exists()
-    assert any("noise of a subprocess" in p.read_text() for p in home.glob("runs/*/logs/output.log"))
-    assert last["status"] == "partial"
-    assert records(home)[-2]["status"] == "killed"
-    assert mlflow_status(home, records(home)[-2]["mlflow_run_id"]) in ("KILLED", "FINISHED")
+    assert any("noise of a subprocess" in path.read_text() for path in home.glob("runs/*/logs/output.log"))
+    first, second = records(home)[before:]
+    assert (first["status"], second["status"]) == ("killed", "partial")
+    assert mlflow_status(home, first["mlflow_run_id"]) == "KILLED"
     assert processes_of(home) == []
 
 
 def test_a_server_the_user_named_but_did_not_start_is_one_message(home: Path) -> None:
     process = start(home, PREFECT_API_URL="http://127.0.0.1:9/api")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 1
     assert "Prefect does not answer at http://127.0.0.1:9/api/health (from PREFECT_API_URL" in json.loads(out)["error"]
     assert "Traceback" not in err
