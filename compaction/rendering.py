@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
-
 from tokenizers import Tokenizer
 
 from compaction.protocols import FinishReason
@@ -120,7 +119,7 @@ class ChatTemplateRenderer:
 
 
 def _as_plain_text(tokenizer: Any) -> Tokenizer:
-    """The tokenizer's own backend, to which special tokens inside a text are text; several times faster than the wrapper."""
+    """The tokenizer's own backend, to which special tokens inside a text are text; far faster than the wrapper."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
