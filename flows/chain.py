@@ -40,14 +40,12 @@ class Plan:
         return warmstart.spec(e.sft, e.world, e.agent, seed)
 
     def critic_training(self, variant: Variant, seed: int) -> ppo.Training | None:
-        """Critic pretraining sees the variant's rollouts, but none of its loss: variants that roll out alike share it."""
+        """Critic pretraining sees the variant's rollouts and none of its loss: those that roll out alike share it."""
         training = self.experiment.training(variant, seed)
         if training.ppo.advantage.estimator == "group":
             return None
         plain = self.experiment.ppo.model_copy(update={"steps": self.experiment.critic_steps})
-        return ppo.Training(
-            plain, self.experiment.trainer, training.agent, training.world, training.loop, seed
-        )
+        return ppo.Training(plain, self.experiment.trainer, training.agent, training.world, training.loop, seed)
 
     def critic(self, variant: Variant, seed: int) -> StageSpec | None:
         training = self.critic_training(variant, seed)

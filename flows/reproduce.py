@@ -53,9 +53,7 @@ def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
     trials = len(cells) * plan.experiment.evaluation.n_tasks * plan.experiment.evaluation.repeats
     return {
         "experiment": plan.experiment.model_dump(mode="json"),
-        "stages": [
-            {"name": p.spec.stage, "label": p.spec.label, "cached": p.cached, "why": p.why} for p in planned
-        ],
+        "stages": [{"name": p.spec.stage, "label": p.spec.label, "cached": p.cached, "why": p.why} for p in planned],
         "cells": cells,
         "cost": {"trials": f"{trials:,}", "stages to run": str(sum(not p.cached for p in planned))},
     }
@@ -138,7 +136,9 @@ def provenance(experiment: Experiment) -> dict[str, Any]:
 def rebuild_report(home: Home, run: RunFolder) -> Path:
     """Writes report.html again from what the run left on disk. Raises CommandError where it has no results."""
     if not run.results.exists():
-        raise CommandError(f"{run.path} has no results.json: the run did not get that far; resume it: {run.record['command']}")
+        raise CommandError(
+            f"{run.path} has no results.json: the run did not get that far; resume it: {run.record['command']}"
+        )
     return write_run_report(run, home.stages)
 
 
@@ -167,7 +167,7 @@ def _curves(records: Sequence[dict[str, Any]], stages: Path) -> list[Any]:
     from evaluation.analysis.plots import CurvePoint
 
     points = []
-    for record in map(lambda r: StageRecord(**r), records):
+    for record in (StageRecord(**r) for r in records):
         manifest = Manifest.read(stages / record.folder)
         if record.name != "ppo" or manifest is None:
             continue

@@ -87,7 +87,9 @@ class PPO:
         prompts = self.settings.batch_size // self.settings.group_size
         tasks = self.tasks(step * prompts, prompts)
         return [
-            RolloutRequest(f"{step:05d}-{i:04d}-{g}", task, rollout_seed(self.seed, self.stream, step, i, g), self.agent)
+            RolloutRequest(
+                f"{step:05d}-{i:04d}-{g}", task, rollout_seed(self.seed, self.stream, step, i, g), self.agent
+            )
             for i, task in enumerate(tasks)
             for g in range(self.settings.group_size)
         ]

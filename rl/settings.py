@@ -22,6 +22,11 @@ class TinySettings(Settings):
     feed_forward: int = Field(160, ge=1, description="inner size of the feed-forward block")
     rope_theta: float = Field(1000.0, gt=0, description="base of the rotary position embedding")
     vocabulary: int = Field(768, ge=261, description="most tokenizer entries: 256 bytes, 5 special tokens, merges")
+    init_std: float = Field(
+        0.1,
+        gt=0,
+        description="standard deviation of the initial weights; 0.02, right for wide models, starts slowly here",
+    )
     max_positions: int = Field(512, ge=1, description="longest sequence in tokens")
     seed: int = Field(0, ge=0, description="seed of the random initial weights")
 
@@ -91,4 +96,6 @@ class PPOSettings(Settings):
     share_prefix: bool = Field(True, description="an execution segment and its summary share one forward pass")
     overlong_mask: bool = Field(False, description="no gradient from rollouts that hit a limit (SUPO)")
     max_staleness: int = Field(0, ge=0, le=0, description="0 = synchronous and bit-reproducible")
-    max_empty_batches: int = Field(3, ge=1, description="stop after this many batches in a row without a usable rollout")
+    max_empty_batches: int = Field(
+        3, ge=1, description="stop after this many batches in a row without a usable rollout"
+    )

@@ -70,6 +70,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, settings: TinySettings) -> L
         head_dim=settings.head_size,
         max_position_embeddings=settings.max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        initializer_range=settings.init_std,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -57,7 +57,11 @@ def one_thread() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
+def _actor(cls: type) -> Any:
+    """`cls` as a Ray actor. It claims no CPU: the flow bounds what runs side by side."""
+    return ray.remote(num_cpus=0, max_restarts=0)(cls)
+
+
 class RolloutActor:
     """Runs rollouts on an in-process torch engine, `slots` at once."""
 
@@ -99,7 +103,7 @@ class RolloutWorker:
 
     def __init__(self, checkpoint: Path, *, slots: int, max_length: int) -> None:
         """`slots`: rollouts at once; `max_length`: most tokens of one of them, the window at least."""
-        self._start = lambda: RolloutActor.remote(str(checkpoint), slots, max_length)
+        self._start = lambda: _actor(RolloutActor).remote(str(checkpoint), slots, max_length)
         self._actor = self._start()
         self._weights: tuple[Any, int] | None = None
         self._replaced = 0
@@ -142,7 +146,6 @@ class RolloutWorker:
             await self._actor.load_weights.remote(*self._weights)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
 class TrainerActor:
     """The trainer in a process of its own."""
 
@@ -183,7 +186,7 @@ class TrainerHandle:
     """
 
     def __init__(self, checkpoint: Path, settings: TrainerSettings) -> None:
-        self._actor = TrainerActor.remote(str(checkpoint), settings)
+        self._actor = _actor(TrainerActor).remote(str(checkpoint), settings)
 
     async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
         return await self._await(self._actor.call.remote("values", rows))

@@ -209,7 +209,9 @@ class StageStore:
         except Timeout:
             return True
 
-    async def _make(self, spec: StageSpec, produce: Callable[[Path], Awaitable[Produced]], why: str, *, fresh: bool) -> StageOutcome:
+    async def _make(
+        self, spec: StageSpec, produce: Callable[[Path], Awaitable[Produced]], why: str, *, fresh: bool
+    ) -> StageOutcome:
         work, final = self.work_folder(spec), self.folder(spec)
         if fresh and work.exists():
             shutil.rmtree(work)

@@ -49,7 +49,8 @@ class Cluster:
             ray.init(namespace=self._namespace, log_to_driver=False, logging_level="ERROR", **arguments)
         except Exception as error:
             raise CommandError(
-                f"Ray did not start ({type(error).__name__}: {error}); free memory, or set RAY_ADDRESS to a running cluster"
+                f"Ray did not start ({type(error).__name__}: {error}); free memory or wait until the machine is less "
+                "busy, or set RAY_ADDRESS to a running cluster"
             ) from error
         finally:
             _restore(handlers)  # ray.init takes SIGTERM for itself, and a run would no longer clean up
@@ -74,7 +75,10 @@ class Cluster:
         logs = Path(self._temporary) / "session_latest" / "logs"
         if logs.is_dir():
             shutil.copytree(
-                logs.resolve(), self._log_folder / "ray", dirs_exist_ok=True, ignore=shutil.ignore_patterns("old", "events")
+                logs.resolve(),
+                self._log_folder / "ray",
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns("old", "events"),
             )
         shutil.rmtree(self._temporary, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """Stages `critic` and `ppo`: both run the PPO loop, the first without touching the policy.
 
-Progress is checkpointed in the stage's folder, so a killed stage goes on from there, with the numbers it would have had.
+Progress is checkpointed in the stage's folder: a killed stage goes on from there, with the numbers it would have had.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ class WarmstartSettings(Settings):
     @model_validator(mode="after")
     def _one_data_set_per_stage(self) -> WarmstartSettings:
         if len(self.data) != len(self.sft.stages):
-            raise ValueError(f"data has {len(self.data)} entries for {len(self.sft.stages)} SFT stages; give one per stage")
+            raise ValueError(
+                f"data has {len(self.data)} entries for {len(self.sft.stages)} SFT stages; give one per stage"
+            )
         return self
 
 
@@ -137,7 +139,11 @@ def warmstart(
     start = make_tiny_checkpoint(folder / "initial", corpus(settings, world, agent), tiny)
     renderer = load_renderer(start)
     rows = [
-        [row for rollout in expert_rollouts(data, settings.expert, world, agent, renderer, seed, stage) for row in rows_of(rollout)]
+        [
+            row
+            for rollout in expert_rollouts(data, settings.expert, world, agent, renderer, seed, stage)
+            for row in rows_of(rollout)
+        ]
         for stage, data in enumerate(settings.data)
     ]
     policy = load_policy(start)

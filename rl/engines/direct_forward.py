@@ -66,17 +66,19 @@ class DirectForward:
         cos, sin = self.cos[step.positions], self.sin[step.positions]
         for index, layer in enumerate(self.layers):
             # Behind the last layer's keys and values only the last token of each row is of use.
-            wanted = step.last if index == len(self.layers) - 1 else None
-            groups = step.groups if wanted is None else (step.last_group,)
+            wanted = step.last.tokens if index == len(self.layers) - 1 else None
             normed = _norm(layer.input_layernorm, hidden)
             query, key, value = self._heads(layer.self_attn, normed, cos, sin, wanted)
             cache.write(index, step.slots, step.positions, key, value)
-            parts = [
-                _attend(query[group.tokens], group, *cache.read(index, group.rows, group.length)) for group in groups
-            ]
-            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
             if wanted is not None:
                 hidden = hidden[wanted]
+                attended = _attend(query, step.last, index, cache)
+            elif step.earlier is None:
+                attended = _attend(query, step.last, index, cache)
+            else:
+                attended = torch.empty_like(query)
+                for group in (step.last, step.earlier):
+                    attended[group.tokens] = _attend(query[group.tokens], group, index, cache)
             hidden = hidden + layer.self_attn.o_proj(attended.flatten(1))
             hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
         return self.model.lm_head(_norm(self.model.model.norm, hidden))
@@ -94,8 +96,9 @@ class DirectForward:
         return _rotate(query, *at_query), _rotate(key, cos, sin), value
 
 
-def _attend(query: Tensor, group: AttentionGroup, keys: Tensor, values: Tensor) -> Tensor:
-    """[n, heads, head_size] queries of one group against [rows, kv_heads, length, head_size] keys and values."""
+def _attend(query: Tensor, group: AttentionGroup, layer: int, cache: SlotCache) -> Tensor:
+    """Attention of one group's [n, heads, head_size] queries over its rows of the cache; same shape."""
+    keys, values = cache.read(layer, group.rows, group.length)
     if group.dense:
         padded = query[:, None]
     else:

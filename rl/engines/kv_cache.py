@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -53,10 +54,10 @@ class SlotCache:
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Rows of one step whose attention runs as one padded call."""
+    """Tokens of one step whose attention runs as one padded call."""
 
-    tokens: slice
-    """Which of the queries"""
+    tokens: Tensor | None
+    """[n] which of the step's tokens; None for all"""
     rows: slice | Tensor
     """Slots whose keys and values are read; a slice spares the copy, and may cover rows that have no query"""
     n_rows: int
@@ -84,12 +85,10 @@ class StepLayout:
     """[n]"""
     positions: Tensor
     """[n]"""
-    last: Tensor | None
-    """[rows] index of each row's last new token; None where each row has one"""
-    groups: tuple[AttentionGroup, ...]
-    """Attention of all tokens"""
-    last_group: AttentionGroup
-    """Attention of the last tokens alone, all the last layer needs"""
+    last: AttentionGroup
+    """The last new token of each row, in the order of the rows: the only one that the last layer needs"""
+    earlier: AttentionGroup | None
+    """The tokens before it; None where each row has one token"""
 
 
 class NewTokens(NamedTuple):
@@ -102,49 +101,44 @@ class NewTokens(NamedTuple):
 
 
 def lay_out(rows: Sequence[NewTokens], *, dtype: torch.dtype, device: torch.device) -> StepLayout:
-    """Lays rows of distinct slots out for one forward. Rows with one token must come first."""
+    """Lays rows of distinct slots out for one forward."""
     sizes = np.array([len(row.token_ids) for row in rows])
     slots = np.array([row.slot for row in rows])
     starts = np.array([row.start for row in rows])
     token_ids = np.array(list(chain.from_iterable(row.token_ids for row in rows)))
-    ends = np.cumsum(sizes)
-    single = int((sizes == 1).sum())
-    lasts = _group(slice(0, len(rows)), slots, np.arange(len(rows)), starts + sizes - 1, dtype, device)
-    if single == len(rows):
-        return StepLayout(
-            torch.from_numpy(token_ids).to(device),
-            torch.from_numpy(slots).to(device),
-            torch.from_numpy(starts).to(device),
-            None,
-            (lasts,),
-            lasts,
-        )
-    row_of = np.repeat(np.arange(len(rows)), sizes)
-    positions = np.arange(ends[-1]) - (ends - sizes - starts)[row_of]
-    groups = []
-    for row, row_stop, token, token_stop in ((0, single, 0, single), (single, len(rows), single, int(ends[-1]))):
-        if row < row_stop:
-            tokens = slice(token, token_stop)
-            groups.append(_group(tokens, slots[row:row_stop], row_of[tokens] - row, positions[tokens], dtype, device))
+    one_each = len(token_ids) == len(rows)
+    last = np.cumsum(sizes) - 1
+    group = partial(_group, dtype=dtype, device=device)
+    last_group = group(None if one_each else last, slots, np.arange(len(rows)), starts + sizes - 1)
+    if one_each:
+        positions, slot_of, earlier_group = starts, slots, None
+    else:
+        row_of = np.repeat(np.arange(len(rows)), sizes)
+        slot_of = slots[row_of]
+        positions = np.arange(len(token_ids)) - (last + 1 - sizes - starts)[row_of]
+        earlier = np.delete(np.arange(len(token_ids)), last)
+        longer = np.flatnonzero(sizes > 1)
+        row_among_longer = np.repeat(np.arange(len(longer)), sizes[longer] - 1)
+        earlier_group = group(earlier, slots[longer], row_among_longer, positions[earlier])
     return StepLayout(
         torch.from_numpy(token_ids).to(device),
-        torch.from_numpy(slots[row_of]).to(device),
+        torch.from_numpy(slot_of).to(device),
         torch.from_numpy(positions).to(device),
-        torch.from_numpy(ends - 1).to(device),
-        tuple(groups),
-        lasts,
+        last_group,
+        earlier_group,
     )
 
 
 def _group(
-    tokens: slice,
+    tokens: np.ndarray | None,
     slots: np.ndarray,
     row_of: np.ndarray,
     positions: np.ndarray,
+    *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionGroup:
-    """Attention of tokens at `positions`; token i belongs to slots[row_of[i]], and rows stand one after another."""
+    """Attention of queries at `positions`; query i belongs to slots[row_of[i]], and rows stand one after another."""
     low, high = int(slots.min()), int(slots.max()) + 1
     length = int(positions.max()) + 1
     counts = np.bincount(row_of)
@@ -160,7 +154,7 @@ def _group(
     seen[row_of, column_of] = positions
     hidden = torch.arange(length, device=device) > torch.from_numpy(seen).to(device)[:, None, :, None]
     return AttentionGroup(
-        tokens=tokens,
+        tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
         rows=rows,
         n_rows=n_rows,
         row_of=torch.from_numpy(row_of).to(device),

@@ -28,14 +28,14 @@ def sample(logits: Tensor, samplers: list[RequestSampler]) -> tuple[np.ndarray, 
     temperatures = np.array([s.temperature for s in samplers], dtype=np.float32)
     draws = np.array([s.draw() for s in samplers])
     scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1.0).astype(np.float32)).to(logits.device)
-    logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    probabilities = torch.softmax(logits.float() / scale[:, None], dim=-1)
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     targets = torch.from_numpy(draws).to(logits.device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)
     if not temperatures.all():
         greedy = torch.from_numpy(temperatures == 0).to(logits.device)[:, None]
-        tokens = torch.where(greedy, logprobs.argmax(dim=-1, keepdim=True), tokens)
-    chosen = logprobs.gather(1, tokens)[:, 0].cpu().numpy()
-    if not np.isfinite(chosen).all():
+        tokens = torch.where(greedy, probabilities.argmax(dim=-1, keepdim=True), tokens)
+    logprobs = probabilities.gather(1, tokens).log_()[:, 0].cpu().numpy()
+    if not np.isfinite(logprobs).all():
         raise FloatingPointError("the model's logits are not finite")
-    return tokens[:, 0].cpu().numpy(), chosen
+    return tokens[:, 0].cpu().numpy(), logprobs

@@ -269,18 +269,15 @@ class TorchEngine:
 
 def _new_tokens(active: list[tuple[_Slot, _Call]]) -> tuple[list[tuple[_Slot, _Call]], list[NewTokens]]:
     """What this step computes: all single tokens, and longer pieces as far as STEP_TOKENS reach (at least one row)."""
-    served, longer = [], []
+    served, rows = [], []
+    longer = width = 0
     for pair in active:
         slot = pair[0]
-        (served if len(slot.ids) - slot.filled == 1 else longer).append(pair)
-    rows = [NewTokens(slot.index, slot.filled, slot.ids[-1:]) for slot, _ in served]
-    width = 0
-    for count, pair in enumerate(longer, start=1):
-        slot = pair[0]
         piece = slot.ids[slot.filled : slot.filled + STEP_TOKENS]
-        width = max(width, len(piece))
-        if count > 1 and width * count > STEP_TOKENS:
-            break
+        if len(piece) > 1:
+            if longer and max(width, len(piece)) * (longer + 1) > STEP_TOKENS:
+                continue
+            longer, width = longer + 1, max(width, len(piece))
         served.append(pair)
         rows.append(NewTokens(slot.index, slot.filled, piece))
     return served, rows
