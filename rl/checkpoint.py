@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.errors import CheckpointError
+
 MANIFEST = "manifest.json"
 _STATE = "state.json"
 _TEMPORARY = ".writing-"
-
-
-class CheckpointError(Exception):
-    """A checkpoint is missing, incomplete or damaged, or could not be written."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rl.batching import MicroBatch
+from rl.errors import CheckpointNotFound
 
 disable_progress_bar()
-
-
-class CheckpointNotFound(Exception):
-    """The folder that should hold a model is missing or is not a checkpoint."""
 
 
 def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32) -> Any:

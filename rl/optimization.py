@@ -9,10 +9,7 @@ import numpy as np
 import torch
 
 from rl.batching import MicroBatch
-
-
-class TrainingDiverged(Exception):
-    """Too many steps in a row had a loss or gradient that is not finite."""
+from rl.errors import TrainingDiverged
 
 
 class GuardedOptimizer:
@@ -64,7 +61,7 @@ class GuardedOptimizer:
         if self._in_a_row >= self._max_skipped:
             raise TrainingDiverged(
                 f"{self._in_a_row} steps in a row had a loss or gradient that is not finite (last: loss {loss}, "
-                f"gradient norm {norm}); lower the learning rate and resume from the last checkpoint"
+                f"gradient norm {norm}); lower the learning rate"
             )
 
     def state(self) -> dict[str, Any]:

@@ -18,16 +18,13 @@ from compaction.protocols import Task
 from compaction.rollout import Rollout
 from compaction.settings import AgentSettings
 from rl.advantages import OVERLONG, advantage_metrics, batch_advantages
+from rl.errors import NoUsableRollouts
 from rl.rows import Row, gather_segments, rows_of, scatter_segments
 from rl.settings import PPOSettings
 from rl.workers import RolloutRequest, RolloutWorker, TrainerHandle
 
 TaskSource = Callable[[int, int], list[Task]]
 """(first, n) → that stretch of the endless, seeded stream of training tasks"""
-
-
-class NoUsableRollouts(Exception):
-    """Too many batches in a row in which infrastructure failed every rollout."""
 
 
 @dataclass(frozen=True)

@@ -10,33 +10,34 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, WorkerCrashedError
+import torch
 
 from compaction.agent import run_rollout
 from compaction.protocols import Task
-from compaction.rendering import load_renderer
+from compaction.rendering import ChatTemplateRenderer, load_renderer
 from compaction.rollout import Rollout
 from compaction.settings import AgentSettings
 from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
+from rl.engines.torch_engine import TorchEngine
+from rl.errors import CheckpointError, WorkerLost
+from rl.models import load_policy
+from rl.remote import PROCESS_DIED, actor, result_of
 from rl.rows import Row
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
 
-WORKER_DIED = (ActorDiedError, ActorUnavailableError, OutOfMemoryError, WorkerCrashedError)
-MAX_REPLACEMENTS = 2
-"""Dead workers that one handle replaces; a task that kills its worker each time must not do so for ever"""
+MAX_DEATHS = 3
+"""Deaths in a row after which a worker is not replaced: a task that kills its worker must not do so for ever"""
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerLost(Exception):
-    """A worker or trainer process died and was not, or could not be, replaced."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +52,27 @@ class RolloutRequest:
 
 def one_thread() -> None:
     """One maths thread per process: processes bring the parallelism, spinning threads take it away."""
-    import torch
-
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
 
 
-def _actor(cls: type) -> Any:
-    """`cls` as a Ray actor. It claims no CPU: the flow bounds what runs side by side."""
-    return ray.remote(num_cpus=0, max_restarts=0)(cls)
-
-
 class RolloutActor:
-    """Runs rollouts on an in-process torch engine, `slots` at once."""
+    """Runs rollouts on an in-process torch engine, `slots` at once.
+
+    The model is loaded in the first call: what a constructor raises reaches a driver without its class.
+    """
 
     def __init__(self, checkpoint: str, slots: int, max_length: int) -> None:
         one_thread()
-        from rl.engines.torch_engine import TorchEngine
-        from rl.models import load_policy
+        self._checkpoint, self._slots, self._max_length = Path(checkpoint), slots, max_length
 
-        self._renderer = load_renderer(checkpoint)
-        self._engine = TorchEngine(load_policy(Path(checkpoint)), slots=slots, max_length=max_length)
-        self._slots = slots
+    @cached_property
+    def _engine(self) -> TorchEngine:
+        return TorchEngine(load_policy(self._checkpoint), slots=self._slots, max_length=self._max_length)
+
+    @cached_property
+    def _renderer(self) -> ChatTemplateRenderer:
+        return load_renderer(self._checkpoint)
 
     async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         gate = asyncio.Semaphore(self._slots)
@@ -103,55 +103,75 @@ class RolloutWorker:
 
     def __init__(self, checkpoint: Path, *, slots: int, max_length: int) -> None:
         """`slots`: rollouts at once; `max_length`: most tokens of one of them, the window at least."""
-        self._start = lambda: _actor(RolloutActor).remote(str(checkpoint), slots, max_length)
+        self._start = lambda: actor(RolloutActor).remote(str(checkpoint), slots, max_length)
         self._actor = self._start()
         self._weights: tuple[Any, int] | None = None
-        self._replaced = 0
+        self._deaths = 0
 
     async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """All requests' rollouts, in the order asked; infrastructure failures are rollouts without reward.
 
-        Raises WorkerLost when the actor keeps dying.
+        Raises WorkerLost when the actor keeps dying, and what a rollout raises before it starts (WindowTooSmall).
         """
-        while True:
-            try:
-                return await self._actor.rollouts.remote(requests)
-            except WORKER_DIED as error:
-                await self._replace(error)
+        rollouts: list[Rollout] = await self._call("rollouts", requests)
+        return rollouts
 
     async def load_weights(self, weights: Any, version: int) -> None:
-        """Swaps the policy's weights (an object reference or a state dict) at a step boundary."""
+        """Swaps the policy's weights (an object reference or a state dict) at a step boundary.
+
+        Raises WorkerLost, and EngineError for weights that do not fit or are not finite.
+        """
+        await self._call("load_weights", weights, version)
         self._weights = (weights, version)
-        try:
-            await self._actor.load_weights.remote(weights, version)
-        except WORKER_DIED as error:
-            await self._replace(error)
 
     async def pid(self) -> int:
-        return int(await self._actor.pid.remote())
+        return int(await self._call("pid"))
 
     def stop(self) -> None:
         ray.kill(self._actor)
 
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        while True:
+            try:
+                result = await result_of(getattr(self._actor, method).remote(*arguments))
+            except PROCESS_DIED as error:
+                await self._replace(error)
+            else:
+                self._deaths = 0
+                return result
+
     async def _replace(self, error: Exception) -> None:
-        self._replaced += 1
-        if self._replaced > MAX_REPLACEMENTS:
-            raise WorkerLost(
-                f"the rollout worker died {self._replaced} times, last by {type(error).__name__}; its log is in Ray's "
-                "session folder. Free memory or lower the number of rollouts at once, then run the same command again"
-            ) from error
-        logger.warning("rollout worker died (%s); replacing it", type(error).__name__)
-        self._actor = self._start()
-        if self._weights is not None:
-            await self._actor.load_weights.remote(*self._weights)
+        """A new actor that has the weights last loaded."""
+        while True:
+            self._deaths += 1
+            if self._deaths >= MAX_DEATHS:
+                raise WorkerLost(
+                    f"the rollout worker died {self._deaths} times in a row, last by {type(error).__name__}; free "
+                    "memory or lower the number of rollouts at once"
+                ) from error
+            logger.warning("rollout worker died (%s); replacing it", type(error).__name__)
+            with suppress(Exception):  # one that merely does not answer must not go on beside the new one
+                self.stop()
+            self._actor = self._start()
+            if self._weights is None:
+                return
+            try:
+                await result_of(self._actor.load_weights.remote(*self._weights))
+                return
+            except PROCESS_DIED as again:
+                error = again
 
 
 class TrainerActor:
-    """The trainer in a process of its own."""
+    """The trainer in a process of its own; like the rollout actor it loads in the first call."""
 
     def __init__(self, checkpoint: str, settings: TrainerSettings) -> None:
         one_thread()
-        self._trainer = Trainer(checkpoint, settings)
+        self._checkpoint, self._settings = checkpoint, settings
+
+    @cached_property
+    def _trainer(self) -> Trainer:
+        return Trainer(self._checkpoint, self._settings)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._trainer, method)(*arguments)
@@ -171,7 +191,10 @@ class TrainerActor:
         folder = latest_checkpoint(Path(root))
         if folder is None:
             return None
-        found = load_checkpoint(folder)
+        try:
+            found = load_checkpoint(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Delete {folder} to go on from the one before it") from error
         self._trainer.load(folder)
         return found.step, found.state
 
@@ -182,11 +205,12 @@ class TrainerActor:
 class TrainerHandle:
     """The driver's handle on the trainer actor: `rl.trainer.Trainer`'s methods as coroutines, and checkpoints.
 
-    Every method raises WorkerLost when the actor has died: its state is in the last checkpoint.
+    Every method raises WorkerLost when the actor has died (its state is in the last checkpoint), and what the trainer
+    itself raises: TrainingDiverged, CheckpointError, CheckpointNotFound.
     """
 
     def __init__(self, checkpoint: Path, settings: TrainerSettings) -> None:
-        self._actor = _actor(TrainerActor).remote(str(checkpoint), settings)
+        self._actor = actor(TrainerActor).remote(str(checkpoint), settings)
 
     async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
         return await self._await(self._actor.call.remote("values", rows))
@@ -229,9 +253,6 @@ class TrainerHandle:
 
     async def _await(self, reference: Any) -> Any:
         try:
-            return await reference
-        except WORKER_DIED as error:
-            raise WorkerLost(
-                f"the trainer process died ({type(error).__name__}); run the same command again to go on from its last "
-                "checkpoint"
-            ) from error
+            return await result_of(reference)
+        except PROCESS_DIED as error:
+            raise WorkerLost(f"the trainer process died ({type(error).__name__})") from error

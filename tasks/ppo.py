@@ -92,6 +92,7 @@ def critic_body(training: Training, sft: StageOutcome, cluster: Cluster) -> Body
         async with _loop(training, sft.folder / "checkpoint", cluster, stream="critic") as loop:
             curves = await _steps(loop, training, stage, update_policy=False)
             await loop.trainer.save(stage.folder / "trainer")
+        shutil.rmtree(stage.folder / CHECKPOINTS, ignore_errors=True)
         return {"curves": curves}
 
     return run
@@ -106,6 +107,7 @@ def ppo_body(training: Training, sft: StageOutcome, critic: StageOutcome | None,
                 await loop.trainer.load(critic.folder / "trainer")
             curves = await _steps(loop, training, stage, update_policy=True)
             await loop.trainer.save_policy(stage.folder / "checkpoint")
+        shutil.rmtree(stage.folder / CHECKPOINTS, ignore_errors=True)
         return {"checkpoint": "checkpoint", "curves": curves}
 
     return run
@@ -146,7 +148,6 @@ async def _steps(loop: Any, training: Training, stage: StageRun, *, update_polic
             write_rollouts(stage.folder / f"rollouts-{name}.parquet", result.rollouts[:KEPT_ROLLOUTS])
         if done % training.loop.checkpoint_every == 0 and done < training.ppo.steps:
             await loop.trainer.checkpoint(root, done, {"curves": curves})
-    shutil.rmtree(root, ignore_errors=True)
     return curves
 
 

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compaction.protocols import InfrastructureError
+from compaction.window import WindowTooSmall
+from rl.errors import CheckpointError, CheckpointNotFound, NoUsableRollouts, TrainingDiverged, WorkerLost
 from tasks.caching import Hit, Produced, StageOutcome, StageSpec, StageStore
 from tasks.cluster import Cluster
+from tasks.errors import CommandError, UserError
 from tasks.progress import ProgressSink, StageProgress
 from tasks.tracking import TrackedRun, Tracker
+
+AGAIN = "the same command again goes on from the last checkpoint"
+EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
+    TrainingDiverged: (UserError, "For example --set trainer.policy_lr=… or trainer.critic_lr=… or sft.sft.lr=…"),
+    NoUsableRollouts: (CommandError, f"Mend what failed; {AGAIN}"),
+    WorkerLost: (CommandError, f"Ray's logs are in the run's logs/ray; {AGAIN}"),
+    CheckpointError: (CommandError, ""),
+    CheckpointNotFound: (UserError, ""),
+    WindowTooSmall: (UserError, ""),
+    InfrastructureError: (CommandError, f"If this passes by itself, {AGAIN}"),
+}
+"""What may end a stage without being a bug: how the command then ends, and the next step where the message has none"""
 
 
 @dataclass
@@ -39,6 +56,17 @@ class StageRun:
         """Step `done` (from 1) is finished: all metrics to MLflow, `shown` beside the progress bar."""
         self.tracked.log_step(done - 1, metrics)
         self.progress.update(done, shown)
+
+
+@contextmanager
+def explained(title: str) -> Iterator[None]:
+    """Errors of the table EXPECTED become one message that names the stage and the next step."""
+    try:
+        yield
+    except tuple(EXPECTED) as error:
+        kind, advice = next(EXPECTED[known] for known in type(error).__mro__ if known in EXPECTED)
+        text = str(error).rstrip(".")
+        raise kind(f"{title}: {text}. {advice}".rstrip()) from error
 
 
 Body = Callable[[StageRun], Awaitable[dict[str, Any]]]
@@ -103,7 +131,8 @@ class StageRunner:
                 with recording as tracked, self.progress.stage(spec.title, total, unit) as progress:
                     if params is None:
                         tracked.log_config(spec.settings)
-                    result = await body(StageRun(folder, tracked, progress))
+                    with explained(spec.title):
+                        result = await body(StageRun(folder, tracked, progress))
                     return Produced(result, tracked.run_id)
 
         return await self.store.run(spec, produce, force=self.force, on_wait=self.progress.note)

@@ -17,6 +17,7 @@ from compaction.settings import AgentSettings, Settings
 from compaction.summaries import load_prompt_pack
 from evaluation.tasksets.trail import TrailSettings, trail_tasks
 from evaluation.tasksets.trail_expert import ExpertSettings, TrailExpert, world_text
+from rl.errors import WorkerLost
 from rl.rows import rows_of
 from rl.settings import SFTSettings, TinySettings
 from tasks.caching import StageSpec
@@ -90,6 +91,8 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
         cluster.ensure()
         import ray
 
+        from rl.remote import PROCESS_DIED, result_of
+
         @ray.remote(num_cpus=0, max_retries=0)
         def train() -> Iterator[tuple[int, dict[str, float]]]:
             from rl.workers import one_thread
@@ -100,9 +103,12 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
         stage_folder = stage.folder
         last: dict[str, float] = {}
         stream = train.options(num_returns="streaming").remote()
-        async for reference in stream:
-            done, last = await reference
-            stage.log(done, last, {"loss": last["sft/loss"]})
+        try:
+            async for reference in stream:
+                done, last = await result_of(reference)
+                stage.log(done, last, {"loss": last["sft/loss"]})
+        except PROCESS_DIED as error:
+            raise WorkerLost(f"the fine-tuning process died ({type(error).__name__})") from error
         return {"checkpoint": "checkpoint", "loss": last["sft/loss"]}
 
     return run

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, new_checkpoint
+from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
+from rl.errors import CheckpointError
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl.models import load_policy
-from rl.optimization import TrainingDiverged
+from rl.errors import TrainingDiverged
 from rl.rows import rows_of
 from rl.settings import SFTSettings, SFTStage, TrainerSettings
 from rl.sft import run_sft, sft_weights

@@ -16,9 +16,9 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from rl.advantages import AdvantageSettings, batch_advantages
 from rl.batching import micro_batches
 from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
+from rl.errors import CheckpointNotFound, TrainingDiverged
 from rl.losses import policy_loss, token_weights
-from rl.models import CheckpointNotFound, load_policy, token_logprobs
-from rl.optimization import TrainingDiverged
+from rl.models import load_policy, token_logprobs
 from rl.rows import Row, gather_segments, rows_of, scatter_segments
 from rl.settings import LossSettings, TrainerSettings
 from rl.trainer import Trainer

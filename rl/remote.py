@@ -1,0 +1,30 @@
+"""Ray's answers: a result, the error that the remote code raised, or the news that its process died."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError, WorkerCrashedError
+
+PROCESS_DIED = (ActorDiedError, ActorUnavailableError, OutOfMemoryError, WorkerCrashedError)
+
+
+def actor(cls: type) -> Any:
+    """`cls` as a Ray actor. It claims no CPU: the flow bounds what runs side by side."""
+    return ray.remote(num_cpus=0, max_restarts=0)(cls)
+
+
+async def result_of(reference: Any) -> Any:
+    """The result behind a reference.
+
+    What the remote code raised is raised as it was, with its own message; Ray would put the remote traceback into the
+    message, which stays readable as the error's cause. Raises one of PROCESS_DIED where the process is gone.
+    """
+    try:
+        return await reference
+    except RayTaskError as error:
+        cause: Any = error
+        while isinstance(cause, RayTaskError):
+            cause = cause.cause
+        raise cause from error
