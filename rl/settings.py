@@ -20,7 +20,9 @@ class TinySettings(Settings):
     heads: int = Field(2, ge=1, description="attention heads")
     head_size: int = Field(32, ge=2, multiple_of=2, description="size of one head; vLLM on CPU needs at least 32")
     feed_forward: int = Field(160, ge=1, description="inner size of the feed-forward block")
-    rope_theta: float = Field(1000.0, gt=0, description="base of the rotary position embedding")
+    rope_theta: float = Field(
+        100_000.0, gt=0, description="base of the rotary position embedding; a large one lets facts be found far back"
+    )
     vocabulary: int = Field(768, ge=261, description="most tokenizer entries: 256 bytes, 5 special tokens, merges")
     init_std: float = Field(
         0.1,

@@ -30,6 +30,12 @@ class ExpertData(Settings):
 
     rollouts: int = Field(ge=1, description="expert rollouts of this stage")
     max_length: int | None = Field(None, ge=1, description="longest trail; null = the world's own")
+    flip_rate: float | None = Field(
+        None, ge=0, le=1, description="chance of a flip where one may stand; null = the world's own"
+    )
+    follow_flip: float | None = Field(
+        None, ge=0, le=1, description="chance that the expert follows a flip; null = the expert's own"
+    )
     windows: tuple[int, ...] = Field(min_length=1, description="windows to draw from")
     caps: tuple[int, ...] = Field(min_length=1, description="caps to draw from")
     keep_recents: tuple[int, ...] = Field(min_length=1, description="keep_recent values to draw from")
@@ -177,6 +183,10 @@ def expert_rollouts(
     if data.max_length is not None:
         shorter = {"max_length": data.max_length, "min_length": min(world.min_length, max(1, data.max_length // 2))}
         world = world.model_copy(update=shorter)
+    if data.flip_rate is not None:
+        world = world.model_copy(update={"flip_rate": data.flip_rate})
+    if data.follow_flip is not None:
+        expert_settings = expert_settings.model_copy(update={"follow_flip": data.follow_flip})
     tasks = trail_tasks(world, "train", data.rollouts, seed=1_000_000 + 1_000 * seed + stage)
     expert = TrailExpert(world, renderer, expert_settings.model_copy(update={"seed": seed}))
     rng = random.Random(f"expert/{seed}/{stage}")

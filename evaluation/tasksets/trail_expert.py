@@ -4,8 +4,8 @@ It knows the rules, not the solution: every action and every summary is worked o
 what it lost in a bad summary stays lost and what it writes is always something a policy could have known. Its
 mistakes (flips overlooked, facts dropped from summaries) are the base model's quality, and what RL has to repair.
 
-A summary is `out NAME FACT … POINTER`: the output file, all facts known so far, the file to read next (or `end`, or
-`exit` once the facts are written). It covers everything up to the moment it is written, the turns that stay verbatim
+A summary is `out NAME POINTER FACT …`: the output file, the file to read next (or `end`, or `exit` once the facts are
+written), all facts known so far. It covers everything up to the moment it is written, the turns that stay verbatim
 included. The policy cannot know how many turns will be kept, and so a summary that repeats their facts is right for
 every number of kept turns; in return the reader counts a fact once and takes the order of its latest mention.
 """
@@ -157,7 +157,7 @@ class TrailExpert:
         if known.finishing or known.pointer == DONE:
             return f"out {known.out} {DONE}"
         rng = random.Random(f"{draw}/summary/{known.pointer}/{' '.join(known.facts)}")
-        return " ".join(["out", known.out, *self._kept_facts(known, rng), known.pointer])
+        return " ".join(["out", known.out, known.pointer, *self._kept_facts(known, rng)])
 
     def _kept_facts(self, known: Known, rng: random.Random) -> list[str]:
         settings = self._settings
@@ -219,7 +219,7 @@ def world_text(settings: TrailSettings, seed: int, n: int) -> Iterator[str]:
             yield f"cat {name}"
             yield contents[name]
             facts += [word for word in contents[name].split() if word in task.answer]
-            yield " ".join(["out", task.out, *facts, name])
+            yield " ".join(["out", task.out, name, *facts])
         yield " ".join(["echo", *facts, ">", task.out])
         yield "exit"
         yield f"out {task.out} {END}"
