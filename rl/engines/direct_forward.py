@@ -1,7 +1,8 @@
 """The forward of a `transformers` decoder over the engine's slots, written out over the model's own modules.
 
 The model's own `forward` spends more on its bookkeeping than a small model on its arithmetic, and cannot attend to
-cache rows in place. Weights are read from the model, so loading them there is enough.
+cache rows in place. For the same reason projections that read the same input run as one: their weights in the model
+become views of one tensor, so that weights copied into the model's own tensors are served at once.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ class DirectForward:
     def __init__(self, model: Any, *, max_length: int):
         check_supported(model.config)
         self.model = model
-        self.layers = list(model.model.layers)
+        self.layers = [_Layer(layer) for layer in model.model.layers]
         weight = model.model.embed_tokens.weight
         self.dtype, self.device = weight.dtype, weight.device
-        self.head_size = self.layers[0].self_attn.head_dim
-        self.kv_heads = model.config.num_key_value_heads
+        self.head_size = model.model.layers[0].self_attn.head_dim
+        self.heads, self.kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
         positions = torch.arange(max_length, device=self.device)[None]
         cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=self.dtype, device=self.device), position_ids=positions)
+        # Rotating swaps the halves and negates what comes first; the sign is kept in the table.
+        sin[..., : self.head_size // 2].neg_()
         self.cos, self.sin = cos[0, :, None], sin[0, :, None]
 
     def new_cache(self, slots: int, max_length: int) -> SlotCache:
@@ -67,33 +70,64 @@ class DirectForward:
         for index, layer in enumerate(self.layers):
             # Behind the last layer's keys and values only the last token of each row is of use.
             wanted = step.last.tokens if index == len(self.layers) - 1 else None
-            normed = _norm(layer.input_layernorm, hidden)
-            query, key, value = self._heads(layer.self_attn, normed, cos, sin, wanted)
+            query, key, value = self._heads(layer, hidden, cos, sin)
             cache.write(index, step.slots, step.positions, key, value)
             if wanted is not None:
                 hidden = hidden[wanted]
-                attended = _attend(query, step.last, index, cache)
+                attended = _attend(query[wanted], step.last, index, cache)
             elif step.earlier is None:
                 attended = _attend(query, step.last, index, cache)
             else:
                 attended = torch.empty_like(query)
                 for group in (step.last, step.earlier):
                     attended[group.tokens] = _attend(query[group.tokens], group, index, cache)
-            hidden = hidden + layer.self_attn.o_proj(attended.flatten(1))
-            hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+            hidden = hidden + layer.attention.o_proj(attended.flatten(1))
+            hidden = hidden + layer.feed_forward(hidden)
         return self.model.lm_head(_norm(self.model.model.norm, hidden))
 
-    def _heads(
-        self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (of the `wanted` tokens), rotated keys, values: [n, heads, head_size] each."""
-        of_query, at_query = (hidden, (cos, sin)) if wanted is None else (hidden[wanted], (cos[wanted], sin[wanted]))
-        query = attention.q_proj(of_query).view(len(of_query), -1, self.head_size)
-        key = attention.k_proj(hidden).view(len(hidden), -1, self.head_size)
-        value = attention.v_proj(hidden).view(len(hidden), -1, self.head_size)
-        if hasattr(attention, "q_norm"):
-            query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
-        return _rotate(query, *at_query), _rotate(key, cos, sin), value
+    def _heads(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries, rotated keys, values: [n, heads, head_size] each."""
+        projected = functional.linear(_norm(layer.input_norm, hidden), *layer.query_key_value)
+        projected = projected.view(len(hidden), -1, self.head_size)
+        rotating = self.heads + self.kv_heads
+        both, value = projected[:, :rotating], projected[:, rotating:]
+        if layer.head_norms is not None:
+            of_query, of_key = layer.head_norms
+            both = torch.cat((_norm(of_query, both[:, : self.heads]), _norm(of_key, both[:, self.heads :])), dim=1)
+        both = _rotate(both, cos, sin)
+        return both[:, : self.heads], both[:, self.heads :], value
+
+
+class _Layer:
+    """One decoder layer's modules, with the projections of one input fused."""
+
+    def __init__(self, layer: Any):
+        self.attention = layer.self_attn
+        self.input_norm, self.post_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.query_key_value = _fuse(self.attention.q_proj, self.attention.k_proj, self.attention.v_proj)
+        normed = hasattr(self.attention, "q_norm")
+        self.head_norms = (self.attention.q_norm, self.attention.k_norm) if normed else None
+        self.gate_up = _fuse(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self.down, self.activation = layer.mlp.down_proj, layer.mlp.act_fn
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        gate, up = functional.linear(_norm(self.post_norm, hidden), *self.gate_up).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+@torch.no_grad()
+def _fuse(*projections: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the projections side by side; the modules' own parameters become views of them."""
+
+    def side_by_side(parameters: list[torch.nn.Parameter]) -> Tensor:
+        fused = torch.cat([parameter.data for parameter in parameters])
+        for parameter, view in zip(parameters, fused.split([len(p) for p in parameters]), strict=True):
+            parameter.data = view
+        return fused
+
+    weight = side_by_side([projection.weight for projection in projections])
+    has_bias = projections[0].bias is not None
+    return weight, side_by_side([projection.bias for projection in projections]) if has_bias else None
 
 
 def _attend(query: Tensor, group: AttentionGroup, layer: int, cache: SlotCache) -> Tensor:
@@ -116,6 +150,6 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of [n, heads, head_size], halves rotated as `transformers` does."""
+    """Rotary position embedding of [n, heads, head_size], halves rotated as `transformers` does; `sin` bears signs."""
     first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.addcmul(heads * cos, torch.cat((second, first), dim=-1), sin)

@@ -109,17 +109,19 @@ def lay_out(rows: Sequence[NewTokens], *, dtype: torch.dtype, device: torch.devi
     one_each = len(token_ids) == len(rows)
     last = np.cumsum(sizes) - 1
     group = partial(_group, dtype=dtype, device=device)
-    last_group = group(None if one_each else last, slots, np.arange(len(rows)), starts + sizes - 1)
+    each = np.arange(len(rows))
+    last_group = group(None if one_each else last, slots, each, np.zeros_like(each), starts + sizes - 1)
     if one_each:
         positions, slot_of, earlier_group = starts, slots, None
     else:
-        row_of = np.repeat(np.arange(len(rows)), sizes)
+        row_of = np.repeat(each, sizes)
         slot_of = slots[row_of]
-        positions = np.arange(len(token_ids)) - (last + 1 - sizes - starts)[row_of]
+        columns = np.arange(len(token_ids)) - (last + 1 - sizes)[row_of]
+        positions = columns + starts[row_of]
         earlier = np.delete(np.arange(len(token_ids)), last)
         longer = np.flatnonzero(sizes > 1)
         row_among_longer = np.repeat(np.arange(len(longer)), sizes[longer] - 1)
-        earlier_group = group(earlier, slots[longer], row_among_longer, positions[earlier])
+        earlier_group = group(earlier, slots[longer], row_among_longer, columns[earlier], positions[earlier])
     return StepLayout(
         torch.from_numpy(token_ids).to(device),
         torch.from_numpy(slot_of).to(device),
@@ -133,17 +135,16 @@ def _group(
     tokens: np.ndarray | None,
     slots: np.ndarray,
     row_of: np.ndarray,
+    column_of: np.ndarray,
     positions: np.ndarray,
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionGroup:
-    """Attention of queries at `positions`; query i belongs to slots[row_of[i]], and rows stand one after another."""
+    """Attention of queries at `positions`; query i belongs to slots[row_of[i]] and is its column_of[i]-th."""
     low, high = int(slots.min()), int(slots.max()) + 1
     length = int(positions.max()) + 1
-    counts = np.bincount(row_of)
-    width = int(counts.max())
-    column_of = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
+    width = int(column_of.max()) + 1
     rows: slice | Tensor
     if high - low <= 2 * len(slots):
         rows, n_rows, row_of = slice(low, high), high - low, slots[row_of] - low

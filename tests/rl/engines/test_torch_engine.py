@@ -558,3 +558,17 @@ def test_unsupported_models_are_refused_at_construction():
         TorchEngine(dynamic, slots=1, max_length=16)
     with pytest.raises(ValueError, match="slots=0"):
         TorchEngine(build(), slots=0, max_length=16)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3-rope", "qwen2", "qwen3"])
+def test_served_model_still_saves_and_computes_as_before(kind, tmp_path):
+    model = build(kind)
+    before = copy.deepcopy(model)
+    engine = TorchEngine(model, slots=1, max_length=16)
+    engine.load_weights(weights_of(1, kind), 1)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, loaded(ids).logits)
+        assert not torch.allclose(model(ids).logits, before(ids).logits)
