@@ -49,6 +49,12 @@ class SFTSettings(Settings):
         description="stages in order; each reads its own rows",
     )
     lr: float = Field(4e-3, gt=0, description="peak learning rate; falls to 0 along a cosine over all stages")
+    warmup: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="share of all steps in which the learning rate rises; without it some seeds get stuck",
+    )
     betas: tuple[float, float] = Field((0.9, 0.98), description="AdamW's moment decays")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")

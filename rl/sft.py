@@ -50,10 +50,17 @@ def run_sft(
     for stage, stage_rows in zip(settings.stages, rows, strict=True):
         chunks = _chunks(stage_rows, stage.tokens_per_step, generator)
         for _ in range(stage.steps):
-            lr = settings.lr * 0.5 * (1.0 + math.cos(math.pi * step / total))
+            lr = settings.lr * lr_factor(step / total, settings.warmup)
             optimizer.set_lr(lr)
             yield {"sft/learning_rate": lr} | _step(policy, optimizer, next(chunks), settings)
             step += 1
+
+
+def lr_factor(progress: float, warmup: float) -> float:
+    """Rises linearly from 0 to 1 over the first `warmup` of all steps, then falls to 0 along a cosine."""
+    if progress < warmup:
+        return progress / warmup
+    return 0.5 * (1.0 + math.cos(math.pi * (progress - warmup) / (1.0 - warmup)))
 
 
 def _chunks(rows: Sequence[Row], tokens: int, generator: np.random.Generator) -> Iterator[list[Row]]:

@@ -29,10 +29,7 @@ class ExpertData(Settings):
     """The expert rollouts that one SFT stage reads: each draws its window, cap and keep_recent from these."""
 
     rollouts: int = Field(ge=1, description="expert rollouts of this stage")
-    max_length: int | None = Field(None, ge=1, description="longest trail; null = the world's own")
-    flip_rate: float | None = Field(
-        None, ge=0, le=1, description="chance of a flip where one may stand; null = the world's own"
-    )
+    world: dict[str, int | float] = Field({}, description="what these rollouts change in the world, by setting")
     follow_flip: float | None = Field(
         None, ge=0, le=1, description="chance that the expert follows a flip; null = the expert's own"
     )
@@ -101,7 +98,7 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
 
         @ray.remote(num_cpus=0, max_retries=0)
         def train() -> Iterator[tuple[int, dict[str, float]]]:
-            from rl.workers import one_thread
+            from rl.remote import one_thread
 
             one_thread()
             yield from _reports(warmstart(stage_folder, settings, world, agent, seed))
@@ -180,11 +177,7 @@ def expert_rollouts(
     stage: int = 0,
 ) -> list[Rollout]:
     """The scripted expert on training tasks, through the same agent loop as the policy's rollouts."""
-    if data.max_length is not None:
-        shorter = {"max_length": data.max_length, "min_length": min(world.min_length, max(1, data.max_length // 2))}
-        world = world.model_copy(update=shorter)
-    if data.flip_rate is not None:
-        world = world.model_copy(update={"flip_rate": data.flip_rate})
+    world = TrailSettings.model_validate(world.model_dump() | data.world)
     if data.follow_flip is not None:
         expert_settings = expert_settings.model_copy(update={"follow_flip": data.follow_flip})
     tasks = trail_tasks(world, "train", data.rollouts, seed=1_000_000 + 1_000 * seed + stage)

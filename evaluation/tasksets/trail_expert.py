@@ -4,8 +4,8 @@ It knows the rules, not the solution: every action and every summary is worked o
 what it lost in a bad summary stays lost and what it writes is always something a policy could have known. Its
 mistakes (flips overlooked, facts dropped from summaries) are the base model's quality, and what RL has to repair.
 
-A summary is `out NAME POINTER FACT …`: the output file, the file to read next (or `end`, or `exit` once the facts are
-written), all facts known so far. It covers everything up to the moment it is written, the turns that stay verbatim
+A summary is `out NAME at POINTER has FACT …`: the output file, the file to read next (or `end`, or `exit` once the
+facts are written), all facts known so far. It covers everything up to the moment it is written, the turns that stay verbatim
 included. The policy cannot know how many turns will be kept, and so a summary that repeats their facts is right for
 every number of kept turns; in return the reader counts a fact once and takes the order of its latest mention.
 """
@@ -130,8 +130,8 @@ class TrailExpert:
             return
         known.resumed = True
         known.out = words[1] if len(words) > 1 else known.out
+        known.pointer = next((w for w in words[2:] if w in self._vocabulary.pointers), known.pointer or END)
         said.extend(word for word in words[2:] if word in self._vocabulary.facts)
-        known.pointer = next((w for w in reversed(words[2:]) if w in self._vocabulary.pointers), known.pointer or END)
 
     def _read_turn(self, action: list[str], shown: list[str], known: Known, seen: list[str], draw: str) -> None:
         if action[:1] == ["echo"] and ">" in action and not shown:
@@ -155,9 +155,9 @@ class TrailExpert:
 
     def _summary(self, known: Known, draw: str) -> str:
         if known.finishing or known.pointer == DONE:
-            return f"out {known.out} {DONE}"
+            return f"out {known.out} at {DONE}"
         rng = random.Random(f"{draw}/summary/{known.pointer}/{' '.join(known.facts)}")
-        return " ".join(["out", known.out, known.pointer, *self._kept_facts(known, rng)])
+        return " ".join(["out", known.out, "at", known.pointer, "has", *self._kept_facts(known, rng)])
 
     def _kept_facts(self, known: Known, rng: random.Random) -> list[str]:
         settings = self._settings
@@ -219,7 +219,7 @@ def world_text(settings: TrailSettings, seed: int, n: int) -> Iterator[str]:
             yield f"cat {name}"
             yield contents[name]
             facts += [word for word in contents[name].split() if word in task.answer]
-            yield " ".join(["out", task.out, name, *facts])
+            yield " ".join(["out", task.out, "at", name, "has", *facts])
         yield " ".join(["echo", *facts, ">", task.out])
         yield "exit"
         yield f"out {task.out} {END}"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl.models import load_policy
 from rl.errors import TrainingDiverged
+from rl.models import load_policy
 from rl.rows import rows_of
 from rl.settings import SFTSettings, SFTStage, TrainerSettings
-from rl.sft import run_sft, sft_weights
+from rl.sft import lr_factor, run_sft, sft_weights
 from rl.trainer import Trainer
 from tests.rl.samples import random_rollout, random_rows
 
@@ -72,12 +72,20 @@ def test_stages_read_their_own_rows_under_one_cosine(random_checkpoint):
     rows = random_rows()
     stages = (SFTStage(steps=2, tokens_per_step=1), SFTStage(steps=2, tokens_per_step=1))
     metrics = list(
-        run_sft(load_policy(random_checkpoint), [rows[:1], rows[-1:]], SFTSettings(stages=stages, lr=1e-3), seed=0)
+        run_sft(
+            load_policy(random_checkpoint), [rows[:1], rows[-1:]], SFTSettings(stages=stages, lr=1e-3, warmup=0), seed=0
+        )
     )
     lengths = [float(len(rows[0].token_ids))] * 2 + [float(len(rows[-1].token_ids))] * 2
     assert [m["sft/tokens"] for m in metrics] == lengths
     rates = [m["sft/learning_rate"] for m in metrics]
     assert rates == pytest.approx([1e-3 * 0.5 * (1 + np.cos(np.pi * i / 4)) for i in range(4)])
+
+
+def test_the_learning_rate_rises_over_the_warmup_and_then_falls_to_zero():
+    assert [lr_factor(x, 0.2) for x in (0.0, 0.1, 0.2)] == pytest.approx([0.0, 0.5, 1.0])
+    assert [lr_factor(x, 0.2) for x in (0.6, 1.0)] == pytest.approx([0.5, 0.0])
+    assert lr_factor(0.0, 0.0) == 1.0
 
 
 def test_every_row_is_read_once_per_epoch(random_checkpoint):

@@ -91,7 +91,7 @@ def test_a_summary_and_the_action_after_it_agree_on_the_way(renderer: ChatTempla
     n = 0
     for _, rollout in run(renderer, ExpertSettings(premature_finish=0), n=40, keep_recent=2):
         for compaction in rollout.compactions:
-            pointer = compaction.summary.split()[-1]
+            pointer = compaction.summary.split()[3]
             action = rollout.turns[compaction.after_turn].action
             expected = {"end": "echo", "exit": "exit"}.get(pointer, f"cat {pointer}")
             assert action.startswith(expected)
@@ -122,9 +122,9 @@ def test_kept_turns_add_their_facts_once_and_in_order(renderer: ChatTemplateRend
     def reply(summary: str) -> str:
         return expert.reply(_request([{"role": "user", "content": summary}, *kept]))
 
-    assert reply("out log a1 b2 c3 d4 end") == "echo a1 b2 c3 d4 > log"
-    assert reply("out log a1 b2 d4 end") == "echo a1 b2 c3 d4 > log"  # c3 was dropped and is still in sight
-    assert reply("out log end") == "echo c3 d4 > log"
+    assert reply("out log at end has a1 b2 c3 d4") == "echo a1 b2 c3 d4 > log"
+    assert reply("out log at end has a1 b2 d4") == "echo a1 b2 c3 d4 > log"  # c3 was dropped and is still in sight
+    assert reply("out log at end has") == "echo c3 d4 > log"
 
 
 def test_a_summary_tells_what_the_next_window_needs(renderer: ChatTemplateRenderer) -> None:
@@ -135,12 +135,12 @@ def test_a_summary_tells_what_the_next_window_needs(renderer: ChatTemplateRender
         {"role": "user", "content": " L4 R9 a1 flip"},
     ]
     ask = {"role": "user", "content": "summarize"}
-    assert expert.reply(_request([*turns, ask], kind="summary")) == "out log a1 R9"
+    assert expert.reply(_request([*turns, ask], kind="summary")) == "out log at R9 has a1"
     turns += [{"role": "assistant", "content": "cat R9"}, {"role": "user", "content": " end b2"}]
-    assert expert.reply(_request([*turns, ask], kind="summary")) == "out log a1 b2 end"
+    assert expert.reply(_request([*turns, ask], kind="summary")) == "out log at end has a1 b2"
     turns += [{"role": "assistant", "content": "echo a1 b2 > log"}, {"role": "user", "content": ""}]
-    assert expert.reply(_request([*turns, ask], kind="summary")) == "out log exit"
-    assert expert.reply(_request([{"role": "user", "content": "out log exit"}])) == "exit"
+    assert expert.reply(_request([*turns, ask], kind="summary")) == "out log at exit"
+    assert expert.reply(_request([{"role": "user", "content": "out log at exit"}])) == "exit"
 
 
 def test_summary_mixes_come_at_their_shares(renderer: ChatTemplateRenderer) -> None:
@@ -152,13 +152,13 @@ def test_summary_mixes_come_at_their_shares(renderer: ChatTemplateRenderer) -> N
             messages += [{"role": "assistant", "content": f"cat L{i}"}, {"role": "user", "content": f" {content}"}]
         messages.append({"role": "user", "content": "summarize"})
         expert = TrailExpert(W1, renderer, ExpertSettings())
-        facts = [expert.reply(_request(messages, kind="summary", rollout_id=str(i))).split()[2:-1] for i in range(1000)]
+        facts = [expert.reply(_request(messages, kind="summary", rollout_id=str(i))).split()[5:] for i in range(1000)]
         kinds = [["a1", "b1", "c1", "d1", "e1", "f1"], ["e1", "f1"], []]
         counts = [sum(kept == kind for kept in facts) / 1000 for kind in kinds]
         return [*counts, 1 - sum(counts)]
 
     assert shares("start L3 out log") == pytest.approx([0.76, 0.12, 0.03, 0.09], abs=0.04)
-    assert shares("out log L3") == pytest.approx([0.34, 0.55, 0.03, 0.08], abs=0.04)
+    assert shares("out log at L3 has") == pytest.approx([0.34, 0.55, 0.03, 0.08], abs=0.04)
 
 
 def test_a_reply_is_cut_at_the_limit_and_ends_with_the_end_token_otherwise(renderer: ChatTemplateRenderer) -> None:
