@@ -77,7 +77,8 @@ class PPO:
             await self.worker.load_weights(*await self.trainer.weights())
         clock.lap("sync")
         metrics |= clock.metrics(metrics["rollout/tokens"])
-        return StepResult(step, metrics, rollouts)
+        # A skipped update counts itself; what is not finite beside it is left out, as the trainer does.
+        return StepResult(step, {name: value for name, value in metrics.items() if np.isfinite(value)}, rollouts)
 
     def requests(self, step: int) -> list[RolloutRequest]:
         """The step's rollouts: `batch_size / group_size` fresh tasks, each `group_size` times."""

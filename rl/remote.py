@@ -1,4 +1,7 @@
-"""Ray's answers: a result, the error that the remote code raised, or the news that its process died."""
+"""Work in processes of Ray, and its answers: a result, the error raised there, or the news that the process died.
+
+Imports no torch: a driver that only waits for others does not need it.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +31,11 @@ async def result_of(reference: Any) -> Any:
         while isinstance(cause, RayTaskError):
             cause = cause.cause
         raise cause from error
+
+
+def one_thread() -> None:
+    """One maths thread per process: processes bring the parallelism, spinning threads take it away."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 
 from compaction.agent import run_rollout
 from compaction.protocols import Task
@@ -29,7 +28,7 @@ from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
 from rl.engines.torch_engine import TorchEngine
 from rl.errors import CheckpointError, WorkerLost
 from rl.models import load_policy
-from rl.remote import PROCESS_DIED, actor, result_of
+from rl.remote import PROCESS_DIED, actor, one_thread, result_of
 from rl.rows import Row
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
@@ -48,12 +47,6 @@ class RolloutRequest:
     task: Task
     seed: int
     settings: AgentSettings
-
-
-def one_thread() -> None:
-    """One maths thread per process: processes bring the parallelism, spinning threads take it away."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
 
 
 class RolloutActor:

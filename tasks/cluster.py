@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from tasks.errors import CommandError
 
 OBJECT_STORE_BYTES = 150 * 2**20
+START_ATTEMPTS = 3
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+
+logger = logging.getLogger(__name__)
 
 
 class Cluster:
@@ -31,22 +40,12 @@ class Cluster:
         if self._joined:
             return
         os.environ["OMP_NUM_THREADS"] = "1"
-        import ray
-
-        arguments: dict[str, object] = {"address": self._address}
-        if self._address is None:
-            # Short: Ray puts Unix sockets below it, and their paths are limited to about a hundred characters.
-            self._temporary = tempfile.mkdtemp(prefix="crl-ray-", dir="/tmp")
-            arguments = {
-                "address": "local",
-                "num_cpus": os.cpu_count(),
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-                "_temp_dir": self._temporary,
-            }
         handlers = _signal_handlers()
         try:
-            ray.init(namespace=self._namespace, log_to_driver=False, logging_level="ERROR", **arguments)
+            if self._address is None:
+                self._start()
+            else:
+                self._join()
         except Exception as error:
             raise CommandError(
                 f"Ray did not start ({type(error).__name__}: {error}); free memory or wait until the machine is less "
@@ -55,6 +54,36 @@ class Cluster:
         finally:
             _restore(handlers)  # ray.init takes SIGTERM for itself, and a run would no longer clean up
         self._joined = True
+
+    def _join(self) -> None:
+        import ray
+
+        ray.init(address=self._address, namespace=self._namespace, **QUIET)
+
+    def _start(self) -> None:
+        """Ray gives its processes half a minute, which is short on a busy machine: a second attempt finds them warm."""
+        import ray
+
+        for attempt in range(1, START_ATTEMPTS + 1):
+            # Short: Ray puts Unix sockets below it, and their paths are limited to about a hundred characters.
+            self._temporary = tempfile.mkdtemp(prefix="crl-ray-", dir="/tmp")
+            try:
+                ray.init(
+                    address="local",
+                    namespace=self._namespace,
+                    num_cpus=os.cpu_count(),
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=self._temporary,
+                    **QUIET,
+                )
+                return
+            except Exception as error:
+                end_processes_of(self._temporary)
+                self._remove_temporary()
+                if attempt == START_ATTEMPTS:
+                    raise
+                logger.warning("Ray did not start (%s); trying again", error)
 
     def close(self) -> None:
         """Leaves the cluster; ends a local one with all its processes and keeps its logs' last state in the run's."""
@@ -81,6 +110,15 @@ class Cluster:
                 ignore=shutil.ignore_patterns("old", "events"),
             )
         shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary = None
+
+
+def end_processes_of(folder: str) -> None:
+    """Ends children of this process that were started with `folder`: a start that failed leaves some behind."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(folder in argument for argument in child.cmdline()):
+                child.kill()
 
 
 def _signal_handlers() -> dict[int, object]:

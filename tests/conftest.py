@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,6 +29,25 @@ REQUIRE_ALL = os.environ.get("COMPACTIONRL_REQUIRE_ALL") == "1"
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One Ray for all tests of a process. Whoever uses it is marked `xdist_group("ray")`, so that one process does."""
+    from tasks.cluster import Cluster
+
+    cluster = Cluster(None, "tests", tmp_path_factory.mktemp("logs"))
+    cluster.ensure()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random policy with tokenizer and prompt pack, on which whole rollouts run."""
+    from tests.rl.small import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("small"))
 
 
 def pytest_unconfigure() -> None:

@@ -1,0 +1,49 @@
+"""What names a critic or PPO stage. The stages themselves run in test_determinism.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from compaction.settings import AgentSettings
+from evaluation.tasksets.trail import TrailSettings
+from rl.settings import PPOSettings, TrainerSettings
+from tasks.caching import StageSpec
+from tasks.ppo import LoopSettings, Training, critic_spec, ppo_spec
+
+TRAINING = Training(PPOSettings(), TrainerSettings(), AgentSettings(), TrailSettings(), LoopSettings(), seed=0)
+SFT = StageSpec("sft", "seed 0", {"seed": 0})
+
+
+def digests(training: Training, sft: StageSpec = SFT) -> tuple[str, str]:
+    critic = critic_spec(training, "c", sft)
+    return critic.digest, ppo_spec(training, "p", sft, critic).digest
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(TRAINING, seed=1),
+        replace(TRAINING, ppo=PPOSettings(steps=7)),
+        replace(TRAINING, trainer=TrainerSettings(policy_lr=1e-4)),
+        replace(TRAINING, agent=AgentSettings(max_turns=9)),
+        replace(TRAINING, world=TrailSettings(max_turns=9)),
+        replace(TRAINING, loop=LoopSettings(slots=3)),
+    ],
+)
+def test_whatever_changes_the_numbers_makes_another_stage(changed: Training) -> None:
+    assert not set(digests(changed)) & set(digests(TRAINING))
+
+
+def test_how_often_it_is_checkpointed_does_not() -> None:
+    assert digests(replace(TRAINING, loop=LoopSettings(checkpoint_every=3))) == digests(TRAINING)
+
+
+def test_stages_follow_from_their_parents() -> None:
+    other = StageSpec("sft", "seed 0", {"seed": 1})
+    assert not set(digests(TRAINING, other)) & set(digests(TRAINING))
+    critic = critic_spec(TRAINING, "c", SFT)
+    without = ppo_spec(TRAINING, "p", SFT, None)
+    assert without.parents == {"policy": SFT.digest}
+    assert ppo_spec(TRAINING, "p", SFT, critic).parents == {"policy": SFT.digest, "critic": critic.digest}
