@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from rl.engines.torch_engine import TorchEngine
 ROLLOUTS = 64
 VOCABULARY = 704
 MAX_LENGTH = 320
+BAR = 3.0
+"""Least ratio of the wall times; below it the benchmark exits with 1."""
 
 
 @dataclass
@@ -147,8 +150,8 @@ def play_with_generate(model: LlamaForCausalLM, workload: list[Script]) -> None:
         model.generate(ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, use_cache=True)
 
 
-def compare(model: LlamaForCausalLM, *, ragged: bool, pairs: int) -> None:
-    """Prints both sides of each pair, then the medians and their ratios."""
+def compare(model: LlamaForCausalLM, *, ragged: bool, pairs: int) -> float:
+    """Prints both sides of each pair, then the medians and their ratios; returns that of the wall times."""
     workload = scripts(ragged=ragged)
     engine = TorchEngine(model, slots=ROLLOUTS, max_length=MAX_LENGTH)
     for script, turns in zip(workload, play_with_engine(engine, workload), strict=True):
@@ -167,18 +170,19 @@ def compare(model: LlamaForCausalLM, *, ragged: bool, pairs: int) -> None:
         print(f"  median: {name:8} {middle}   {sampled / middle.wall:6.0f} tokens/s")
     wall, cpu = median(theirs).wall / median(ours).wall, median(theirs).cpu / median(ours).cpu
     print(f"  generate takes {wall:.1f} times the engine's wall time, {cpu:.1f} times its CPU time")
+    return wall
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Torch engine against batched generate, in alternating pairs.")
     parser.add_argument("--pairs", type=int, default=5, help="pairs per workload")
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
     model = tiny_model()
     print(f"{os.cpu_count()} cores, 1 thread, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-    for ragged in (True, False):
-        compare(model, ragged=ragged, pairs=pairs)
+    ratios = [compare(model, ragged=ragged, pairs=pairs) for ragged in (True, False)]
+    return 0 if min(ratios) >= BAR else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
