@@ -9,18 +9,15 @@ in turn in one process; medians are printed side by side. Exits with 1 where the
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compaction.rollout import Outcome, Rollout, Segment
@@ -29,6 +26,7 @@ from rl.advantages import AdvantageSettings, batch_advantages
 from rl.rows import Row, gather_segments, rows_of, scatter_segments
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
+from tests.benchmarks.meters import MODEL, Seconds, model_meter, now, total
 
 ROUNDS = 7
 VOCABULARY = 768
@@ -87,43 +85,8 @@ def update(trainer: Trainer, rows: list[Row], rollouts: list[Rollout]) -> tuple[
     return np.concatenate([a for segments in advantages for a in segments]), metrics
 
 
-@contextmanager
-def model_seconds(trainer: Trainer) -> Iterator[dict[str, float]]:
-    """Seconds inside forward passes, backward passes and optimiser steps, by hooks; the product carries no timers."""
-    spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-    began: list[float] = []
-    handles = []
-
-    def start(*_: Any) -> None:
-        began.append(time.perf_counter())
-
-    def stop(name: str) -> Any:
-        def add(*_: Any) -> None:
-            spent[name] += time.perf_counter() - began.pop()
-
-        return add
-
-    for module in (trainer.policy.get_decoder(), trainer.policy.get_output_embeddings(), trainer.critic.backbone):
-        handles += [module.register_forward_pre_hook(start), module.register_forward_hook(stop("forward"))]
-    handles.append(register_optimizer_step_pre_hook(start))
-    handles.append(register_optimizer_step_post_hook(stop("optimizer")))
-    plain_backward = torch.Tensor.backward
-
-    def backward(*arguments: Any, **named: Any) -> None:
-        start()
-        plain_backward(*arguments, **named)
-        stop("backward")()
-
-    torch.Tensor.backward = backward  # type: ignore[method-assign]
-    try:
-        yield spent
-    finally:
-        torch.Tensor.backward = plain_backward  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
-
-
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description="The update, shared rows against separate rows.").parse_args(argv)
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     rollouts = [rollout(rng, f"r{i}") for i in range(64)]
@@ -131,7 +94,7 @@ def main() -> int:
         name: [row for r in rollouts for row in rows_of(r, share_prefix=share)]
         for name, share in (("shared rows", True), ("separate rows", False))
     }
-    seconds: dict[str, list[float]] = {name: [] for name in layouts}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in layouts}
     first: dict[str, tuple[np.ndarray, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         source = checkpoint(Path(folder))
@@ -142,23 +105,23 @@ def main() -> int:
             first[name] = update(trainers[name], rows, rollouts)
         for _ in range(ROUNDS):
             for name, rows in layouts.items():
-                started = time.perf_counter()
+                began = now()
                 update(trainers[name], rows, rollouts)
-                seconds[name].append(time.perf_counter() - started)
-        with model_seconds(trainers["shared rows"]) as spent:
-            started = time.perf_counter()
+                seconds[name].append(now() - began)
+        with model_meter(trainers["shared rows"]) as meter:
+            began = now()
             update(trainers["shared rows"], layouts["shared rows"], rollouts)
-            whole = time.perf_counter() - started
+            whole = now() - began
 
     optimized = sum(row.n_optimized for row in layouts["shared rows"])
     print(f"{len(rollouts)} rollouts, {optimized} optimized tokens; values + 2 critic updates + 1 policy update")
-    print(f"{'':15}{'rows':>8}{'forward tokens':>16}{'median s':>10}{'optimized tokens/s':>20}")
+    print(f"{'':15}{'rows':>8}{'forward tokens':>16}{'wall s':>9}{'CPU s':>9}{'optimized tokens/s of CPU':>28}")
     for name, rows in layouts.items():
-        median = statistics.median(seconds[name])
+        wall, cpu = (statistics.median(getattr(s, clock) for s in seconds[name]) for clock in ("wall", "cpu"))
         tokens = sum(len(row.token_ids) for row in rows)
-        print(f"{name:15}{len(rows):>8}{tokens:>16}{median:>10.3f}{optimized / median:>20.0f}")
-    shares = ", ".join(f"{part} {value / whole:.0%}" for part, value in spent.items())
-    print(f"share of the update inside the model: {sum(spent.values()) / whole:.0%} ({shares})")
+        print(f"{name:15}{len(rows):>8}{tokens:>16}{wall:>9.3f}{cpu:>9.3f}{optimized / cpu:>28.0f}")
+    shares = ", ".join(f"{part} {meter.spent[part].cpu / whole.cpu:.0%}" for part in MODEL)
+    print(f"share of the update's CPU time inside the model: {total(meter.spent).cpu / whole.cpu:.0%} ({shares})")
     return 0 if same(*first.values()) else 1
 
 
