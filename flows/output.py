@@ -66,7 +66,9 @@ def _result_table(result: Mapping[str, Any]) -> Table:
 
     cells = [CellResult.model_validate(cell) for cell in result["results"]]
     point = PresetPoint.model_validate(result["preset_point"])
-    table = Table(*RESULT_COLUMNS, title="Results, beside the paper's", title_justify="left")
+    table = Table(title="Results, beside the paper's", title_justify="left", padding=(0, 0, 0, 1))
+    for number, column in enumerate(RESULT_COLUMNS):
+        table.add_column(column, no_wrap=number == 0, overflow="fold")
     for row in result_table(cells, point):
         table.add_row(*map(escape, format_row(row)))
     return table
