@@ -25,21 +25,15 @@ from rl.ppo import PPO
 from rl.workers import RolloutWorker, TrainerHandle, one_thread
 from tasks.cluster import Cluster
 from tasks.ppo import Training
-from tasks.warmstart import warmstart
+from tasks.warmstart import WarmstartSettings, warmstart
 from tasks.wiring import longest_sequence, training_tasks
 from tests.benchmarks.metered_actors import MeteredRolloutActor, MeteredTrainerActor
 from tests.benchmarks.meters import MODEL, Seconds, now, total
 
 BAR = 0.70
 WARM_UP = 1
-SFT = {
-    "data": [
-        {"rollouts": 300, "max_length": 5, "windows": [128], "caps": [4], "keep_recents": [0, 1, 2]},
-        {"rollouts": 900, "windows": [128], "caps": [4], "keep_recents": [0, 1, 2]},
-    ],
-    "sft": {"stages": [{"steps": 100, "tokens_per_step": 1_500}, {"steps": 300, "tokens_per_step": 3_000}]},
-}
-"""Enough for a policy that acts, compacts and sometimes succeeds"""
+SFT_PART = 6
+"""The policy gets one part in so many of the preset's SFT: enough to act and to compact"""
 
 
 @dataclass(frozen=True)
@@ -106,13 +100,19 @@ async def measure(training: Training, checkpoint: Path, steps: int) -> tuple[lis
 
 
 def short_sft(folder: Path, experiment: Experiment) -> Path:
-    """A checkpoint from 400 SFT steps on the tiny preset's expert."""
-    print("SFT of 400 steps ...", flush=True)
+    """A checkpoint from the preset's SFT, cut to a part of its rollouts and steps."""
+    settings = shortened(experiment.sft)
+    print(f"SFT of {sum(stage.steps for stage in settings.sft.stages)} steps ...", flush=True)
     began = now()
-    settings = type(experiment.sft).model_validate(experiment.sft.model_dump() | SFT)
     losses = [metrics["sft/loss"] for metrics in warmstart(folder, settings, experiment.world, experiment.agent, 0)]
     print(f"SFT: loss {losses[0]:.2f} to {losses[-1]:.2f} in {now() - began}")
     return folder / "checkpoint"
+
+
+def shortened(settings: WarmstartSettings) -> WarmstartSettings:
+    stages = tuple(stage.model_copy(update={"steps": stage.steps // SFT_PART}) for stage in settings.sft.stages)
+    data = tuple(part.model_copy(update={"rollouts": part.rollouts // SFT_PART}) for part in settings.data)
+    return settings.model_copy(update={"data": data, "sft": settings.sft.model_copy(update={"stages": stages})})
 
 
 def report(readings: list[Readings], metrics: list[dict[str, float]]) -> float:
