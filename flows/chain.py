@@ -6,6 +6,7 @@ Names of stages follow from settings alone, so the whole plan is known before an
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,6 +116,8 @@ class Chain:
         self._running: dict[str, asyncio.Task[StageOutcome]] = {}
         self.results: dict[Cell, StageOutcome] = {}
         self.errors: list[Exception] = []
+        self._evaluations = asyncio.Semaphore(os.cpu_count() or 1)
+        """Bounds how many checkpoints are served at once, and so the memory of many variants and seeds"""
 
     async def run(self) -> None:
         """All seeds and variants. A failure ends what depends on it; `errors` holds what went wrong."""
@@ -134,7 +137,10 @@ class Chain:
         except Exception as error:
             self._failed(error)
             return
-        cells = self.plan.cells(variant, seed)
+        async with self._evaluations:
+            await self._cells(self.plan.cells(variant, seed), policy)
+
+    async def _cells(self, cells: Sequence[Cell], policy: StageOutcome) -> None:
         worker = evaluate.EvaluationWorker(
             policy.folder / "checkpoint",
             self.runner.cluster,

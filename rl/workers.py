@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from compaction.agent import run_rollout
 from compaction.protocols import Task
@@ -138,8 +139,9 @@ class RolloutWorker:
         while True:
             self._deaths += 1
             if self._deaths >= MAX_DEATHS:
+                self._deaths = 0  # another call, of the next cell perhaps, starts anew
                 raise WorkerLost(
-                    f"the rollout worker died {self._deaths} times in a row, last by {type(error).__name__}; free "
+                    f"the rollout worker died {MAX_DEATHS} times in a row, last by {type(error).__name__}; free "
                     "memory or lower the number of rollouts at once"
                 ) from error
             logger.warning("rollout worker died (%s); replacing it", type(error).__name__)
@@ -164,6 +166,7 @@ class TrainerActor:
 
     @cached_property
     def _trainer(self) -> Trainer:
+        torch.manual_seed(0)  # a new process starts with random state, which checkpoints would then hold
         return Trainer(self._checkpoint, self._settings)
 
     def call(self, method: str, *arguments: Any) -> Any:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from contextlib import suppress
@@ -58,6 +59,7 @@ class Cluster:
     def _join(self) -> None:
         import ray
 
+        _require_answer(self._address or "")
         ray.init(address=self._address, namespace=self._namespace, **QUIET)
 
     def _start(self) -> None:
@@ -119,6 +121,17 @@ def end_processes_of(folder: str) -> None:
         with suppress(psutil.Error):
             if any(folder in argument for argument in child.cmdline()):
                 child.kill()
+
+
+def _require_answer(address: str) -> None:
+    """Ray ends the whole process where nothing answers at `host:port`; this raises ConnectionError instead."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {address}: {error}") from error
 
 
 def _signal_handlers() -> dict[int, object]:

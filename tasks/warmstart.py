@@ -96,7 +96,7 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
 
         from rl.remote import PROCESS_DIED, result_of
 
-        @ray.remote(num_cpus=0, max_retries=0)
+        @ray.remote(num_cpus=0, max_retries=0, max_calls=1)  # its memory is given back at once
         def train() -> Iterator[tuple[int, dict[str, float]]]:
             from rl.remote import one_thread
 

@@ -1,0 +1,93 @@
+"""The base policy: made from nothing, in a worker process, the same again under its seed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from compaction.rendering import load_renderer
+from compaction.settings import AgentSettings, CompactionSettings
+from rl.errors import TrainingDiverged
+from rl.models import load_policy
+from rl.settings import SFTSettings, SFTStage, TinySettings
+from tasks import warmstart
+from tasks.cluster import Cluster
+from tasks.stages import StageRun
+from tasks.warmstart import STEPS_PER_REPORT, ExpertData, WarmstartSettings, expert_rollouts
+from tests.rl.small import WORLD
+from tests.tasks.small_stages import Recording
+
+AGENT = AgentSettings(
+    compaction=CompactionSettings(
+        window=128, threshold=44, max_response=24, min_response=3, summary_cap=22, cap=3, prompt_pack="tiny"
+    ),
+    max_turns=12,
+)
+DATA = ExpertData(rollouts=6, windows=(112, 128), caps=(2, 3), keep_recents=(0, 1))
+SETTINGS = WarmstartSettings(
+    tiny=TinySettings(layers=1, width=32, heads=1, feed_forward=48, max_positions=256),
+    corpus_tasks=60,
+    data=(DATA,),
+    sft=SFTSettings(stages=(SFTStage(steps=STEPS_PER_REPORT + 5, tokens_per_step=300),)),
+)
+
+
+def made(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+    metrics = list(warmstart.warmstart(folder, SETTINGS, WORLD, AGENT, seed))
+    assert len(metrics) == STEPS_PER_REPORT + 5
+    assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"]
+    return load_file(folder / "checkpoint" / "model.safetensors")
+
+
+def test_the_base_policy_is_an_ordinary_checkpoint_and_the_same_again_under_its_seed(tmp_path: Path) -> None:
+    first, again, other = made(tmp_path / "a"), made(tmp_path / "b"), made(tmp_path / "c", seed=1)
+    assert all(torch.equal(first[name], w) for name, w in again.items())
+    assert any(not torch.equal(first[name], w) for name, w in other.items())
+    assert load_policy(tmp_path / "a" / "checkpoint").config.num_hidden_layers == 1
+    assert load_renderer(tmp_path / "a" / "checkpoint").encode(" cat L1") == [
+        *load_renderer(tmp_path / "a" / "checkpoint").encode(" cat"),
+        *load_renderer(tmp_path / "a" / "checkpoint").encode(" L1"),
+    ]
+
+
+def test_the_expert_runs_under_the_settings_drawn_for_it(tmp_path: Path) -> None:
+    from rl.tiny import make_tiny_checkpoint
+
+    start = make_tiny_checkpoint(tmp_path, warmstart.corpus(SETTINGS, WORLD, AGENT), SETTINGS.tiny)
+    rollouts = expert_rollouts(DATA, SETTINGS.expert, WORLD, AGENT, load_renderer(start), seed=0)
+    assert len({r.task_id for r in rollouts}) == 6
+    assert {r.settings.mode for r in rollouts} == {"training"}
+    assert {r.settings.compaction.window for r in rollouts} <= {112, 128}
+    assert len({r.settings.compaction for r in rollouts}) > 1
+    assert rollouts == expert_rollouts(DATA, SETTINGS.expert, WORLD, AGENT, load_renderer(start), seed=0)
+
+
+def test_each_sft_stage_has_its_data() -> None:
+    with pytest.raises(ValidationError, match="data has 2 entries for 1 SFT stages"):
+        WarmstartSettings(data=(DATA, DATA), sft=SETTINGS.sft)
+
+
+@pytest.mark.xdist_group("ray")
+def test_in_a_worker_process_it_reports_on_the_way_and_its_errors_arrive_as_themselves(
+    ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    def run(settings: WarmstartSettings, folder: Path) -> tuple[dict[str, Any], Recording]:
+        recording = Recording()
+        body = warmstart.body(settings, WORLD, AGENT, 0, ray_cluster)
+        return asyncio.run(body(StageRun(folder, recording, recording))), recording  # type: ignore[arg-type]
+
+    result, recording = run(SETTINGS, tmp_path / "a")
+    assert sorted(recording.steps) == [STEPS_PER_REPORT - 1, STEPS_PER_REPORT + 4]
+    assert result == {"checkpoint": "checkpoint", "loss": recording.steps[STEPS_PER_REPORT + 4]["sft/loss"]}
+    assert load_policy(tmp_path / "a" / result["checkpoint"]) is not None
+
+    diverging = SETTINGS.model_copy(update={"sft": SETTINGS.sft.model_copy(update={"lr": 1e30})})
+    with pytest.raises(TrainingDiverged, match="3 steps in a row") as caught:
+        run(diverging, tmp_path / "b")
+    assert "Traceback" not in str(caught.value)
