@@ -5,9 +5,9 @@ what it lost in a bad summary stays lost and what it writes is always something 
 mistakes (flips overlooked, facts dropped from summaries) are the base model's quality, and what RL has to repair.
 
 A summary is `out NAME at POINTER has FACT …`: the output file, the file to read next (or `end`, or `exit` once the
-facts are written), all facts known so far. It covers everything up to the moment it is written, the turns that stay verbatim
-included. The policy cannot know how many turns will be kept, and so a summary that repeats their facts is right for
-every number of kept turns; in return the reader counts a fact once and takes the order of its latest mention.
+facts are written), all facts known so far. It covers everything up to the moment it is written, the turns that stay
+verbatim included. The policy cannot know how many turns will be kept, and so a summary that repeats their facts is
+right for every number of kept turns; in return the reader counts a fact once and takes the order of its latest mention.
 """
 
 from __future__ import annotations
