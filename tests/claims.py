@@ -5,7 +5,7 @@
 One line per claim: PASS, FAIL, or REPORT for figures that are wanted but not claimed. A missing cell is a FAIL, never
 skipped. Exit code 0 if no claim fails, 1 if one does, 2 if the file cannot be read.
 
-The object holds `preset`: {window, cap, keep_recent, long_window}, the point its models were trained in, and `results`:
+The object holds `preset_point`: {window, cap, keep_recent, long_window}, the point its models were trained in, and `results`:
 a list of `evaluation.results.CellResult`. Cells pooled over seeds are clustered by (seed, task).
 """
 
@@ -263,7 +263,7 @@ def read_evidence(path: Path) -> Evidence:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         cells = tuple(CellResult.model_validate(result) for result in data["results"])
-        evidence = Evidence(cells, PresetPoint.model_validate(data["preset"]))
+        evidence = Evidence(cells, PresetPoint.model_validate(data["preset_point"]))
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"{path} is not the --json object of a run: {type(error).__name__}: {error}") from error
     if not cells:

@@ -192,7 +192,7 @@ def test_missing_seed_is_named_and_fails(cells, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"results": [], "preset": {"window": 8, "cap": 1, "keep_recent": 0}}', '{"results": [{}]}'],
+    ["", "[]", "{}", '{"results": [], "preset_point": {"window": 8, "cap": 1, "keep_recent": 0}}', '{"results": [{}]}'],
 )
 def test_a_file_that_is_no_run_is_refused(tmp_path, capsys, text):
     path = tmp_path / "r.json"
