@@ -83,7 +83,9 @@ def _read(path: Path, source: str) -> list[Found]:
 
 
 def _listing(found: list[Found]) -> Table:
-    table = Table("#", "stage", "task", "reward", "turns", "compactions", "summary tokens", "stopped")
+    table = Table()
+    for name in ("#", "stage", "task", "reward", "turns", "compactions", "summary tokens", "stopped"):
+        table.add_column(name, overflow="fold")
     for number, item in enumerate(found):
         rollout = item.rollout
         table.add_row(

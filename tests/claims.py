@@ -5,7 +5,8 @@
 One line per claim: PASS, FAIL, or REPORT for figures that are wanted but not claimed. A missing cell is a FAIL, never
 skipped. Exit code 0 if no claim fails, 1 if one does, 2 if the file cannot be read.
 
-The object holds `preset_point`: {window, cap, keep_recent, long_window}, the point its models were trained in, and `results`:
+The object holds `preset_point`: {window, cap, keep_recent, long_window}, the point its models were trained in, and
+`results`:
 a list of `evaluation.results.CellResult`. Cells pooled over seeds are clustered by (seed, task).
 """
 

@@ -122,7 +122,7 @@ def test_a_second_run_finds_everything_and_imports_neither_torch_nor_ray(home: P
 
 def test_what_was_run_can_be_shown_and_reported_again(home: Path, first: dict) -> None:
     shown = subprocess.run(
-        [sys.executable, "-c", COMMAND, "show", "latest"],
+        [sys.executable, "-c", COMMAND, "show", "latest", "--rollout", "0"],
         env={**os.environ, "COMPACTIONRL_HOME": str(home)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -130,7 +130,8 @@ def test_what_was_run_can_be_shown_and_reported_again(home: Path, first: dict) -
         timeout=TIMEOUT,
         check=True,
     )
-    assert "trail-validation" in shown.stdout
+    assert "task trail-" in shown.stdout
+    assert "stopped: " in shown.stdout
 
 
 def test_ctrl_c_leaves_no_process_and_a_killed_mlflow_run_and_the_same_command_goes_on(home: Path, first: dict) -> None:
