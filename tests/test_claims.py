@@ -209,5 +209,5 @@ def test_two_results_of_one_cell_are_refused(cells, tmp_path, capsys):
 
 
 def write(path, cells: Cells) -> None:
-    data = {"preset": PRESET.model_dump(), "results": [cell.model_dump() for cell in cells]}
+    data = {"preset_point": PRESET.model_dump(), "results": [cell.model_dump() for cell in cells]}
     path.write_text(json.dumps(data, allow_nan=False))

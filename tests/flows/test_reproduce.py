@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,32 +130,6 @@ def test_what_was_run_can_be_shown_and_reported_again(home: Path, first: dict) -
     )
     assert "task trail-" in shown.stdout
     assert "stopped: " in shown.stdout
-
-
-def test_ctrl_c_leaves_no_process_and_a_killed_mlflow_run_and_the_same_command_goes_on(home: Path, first: dict) -> None:
-    from mlflow import MlflowClient
-
-    command = [*SMOKE, "--seeds", "1", "--set", "ppo.steps=60", "--json"]
-    process = start(home, *command)
-    deadline = time.monotonic() + TIMEOUT
-    while not list(home.glob("stages/.work/ppo-*/checkpoints/step-*/manifest.json")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 130
-    gone = time.monotonic() + 60
-    while processes_of(home) and time.monotonic() < gone:
-        time.sleep(0.5)
-    assert processes_of(home) == []
-    run_id = json.loads(max(home.glob("runs/*/run.json")).read_text())["mlflow_run_id"]
-    client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
-    assert client.get_run(run_id).info.status == "KILLED"
-    resumed = ended(start(home, *command), 0)
-    assert resumed["mlflow_run_id"] == run_id
-    assert next(s for s in resumed["stages"] if s["name"] == "sft")["cached"]
-    assert "continues what was begun" in next(s for s in resumed["stages"] if s["name"] == "ppo")["why"]
 
 
 def test_a_dry_run_tells_what_is_cached_and_what_would_run_and_why(home: Path, first: dict) -> None:
