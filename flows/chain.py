@@ -129,6 +129,8 @@ class Chain:
         finally:
             for task in self._running.values():
                 task.cancel()
+            # An interrupted stage ends its MLflow run and its actors itself, while there is still a cluster.
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     async def _evaluate(self, variant: Variant, seed: int) -> None:
         """The variant's policy, then its cells one after another on one worker."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from compaction.settings import AgentSettings, Settings
 from evaluation.tasksets.trail import Split, TrailSettings
@@ -103,6 +103,16 @@ class Experiment(Settings):
     trainer: TrainerSettings = TrainerSettings()
     loop: LoopSettings = LoopSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> Experiment:
+        grouped = [v for v in self.variants if CHANGES.get(v, {}).get("ppo", {}).get("advantage") == GROUP["advantage"]]
+        if grouped and self.ppo.batch_size % self.group_size:
+            raise ValueError(
+                f"{', '.join(grouped)}: ppo.batch_size={self.ppo.batch_size} does not hold whole groups of "
+                f"group_size={self.group_size}; make it a multiple"
+            )
+        return self
 
     def training(self, variant: Variant, seed: int) -> Training:
         """What `variant` trains with: the preset with the variant's changes."""

@@ -39,11 +39,11 @@ def run_plan(plan: Plan, options: RunOptions, flow_name: str) -> dict[str, Any]:
     from prefect import flow
 
     @flow(name=flow_name, flow_run_name=options.run.name if options.run else None, persist_result=False)
-    async def run(preset: str, variants: list[str], seeds: list[int], overrides: dict[str, Any]) -> dict[str, Any]:
+    async def run(preset: str, variants: list[str], seeds: list[int]) -> dict[str, Any]:
         return await _run(plan, options)
 
     e = plan.experiment
-    return asyncio.run(run(e.name, list(e.variants), list(e.seeds), {}))
+    return asyncio.run(run(e.name, list(e.variants), list(e.seeds)))
 
 
 def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from compaction.settings import Settings
 from rl.advantages import AdvantageSettings
@@ -107,3 +107,11 @@ class PPOSettings(Settings):
     max_empty_batches: int = Field(
         3, ge=1, description="stop after this many batches in a row without a usable rollout"
     )
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> PPOSettings:
+        if self.batch_size % self.group_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} does not hold whole groups of {self.group_size}; make it a multiple"
+            )
+        return self

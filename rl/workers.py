@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One rollout to make. `seed` and the task's id decide its sampling."""
+    """One rollout to make. Its id, `seed` and the task's id decide its sampling."""
 
     id: str
     task: Task

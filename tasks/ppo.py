@@ -40,7 +40,7 @@ CURVES = (
     "rollout/compactions",
     "rollout/turns",
 )
-"""Metrics that the report draws; MLflow has all of them"""
+"""Metrics kept with the stage, for the report; MLflow has all of them"""
 
 
 class LoopSettings(Settings):

@@ -12,7 +12,7 @@ from typing import Any
 from compaction.protocols import InfrastructureError
 from compaction.window import WindowTooSmall
 from rl.errors import CheckpointError, CheckpointNotFound, NoUsableRollouts, TrainingDiverged, WorkerLost
-from tasks.caching import Hit, Produced, StageOutcome, StageSpec, StageStore
+from tasks.caching import Produced, StageOutcome, StageSpec, StageStore
 from tasks.cluster import Cluster
 from tasks.errors import CommandError, UserError
 from tasks.progress import ProgressSink, StageProgress
@@ -117,10 +117,6 @@ class StageRunner:
         tags: Mapping[str, Any],
         params: Mapping[str, Any] | None,
     ) -> StageOutcome:
-        if isinstance(hit := self.store.lookup(spec, force=self.force), Hit):
-            self.tracker.link_cached(spec.title, hit.manifest.mlflow_run_id)
-            return StageOutcome(hit.folder, hit.manifest, True, "unchanged")
-
         async def produce(folder: Path) -> Produced:
             recording = (
                 self.tracker.stage(spec.stage, spec.label, tags)
@@ -135,7 +131,10 @@ class StageRunner:
                         result = await body(StageRun(folder, tracked, progress))
                     return Produced(result, tracked.run_id)
 
-        return await self.store.run(spec, produce, force=self.force, on_wait=self.progress.note)
+        outcome = await self.store.run(spec, produce, force=self.force, on_wait=self.progress.note)
+        if outcome.cached:
+            self.tracker.link_cached(spec.title, outcome.manifest.mlflow_run_id)
+        return outcome
 
     def _record(self, spec: StageSpec, outcome: StageOutcome) -> None:
         self.records.append(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from compaction.agent import run_rollout
 from compaction.protocols import Renderer
@@ -36,6 +36,15 @@ class ExpertData(Settings):
     windows: tuple[int, ...] = Field(min_length=1, description="windows to draw from")
     caps: tuple[int, ...] = Field(min_length=1, description="caps to draw from")
     keep_recents: tuple[int, ...] = Field(min_length=1, description="keep_recent values to draw from")
+
+    @field_validator("world")
+    @classmethod
+    def _are_settings_of_the_world(cls, world: dict[str, int | float]) -> dict[str, int | float]:
+        if unknown := sorted(set(world) - set(TrailSettings.model_fields)):
+            raise ValueError(
+                f"unknown keys {', '.join(unknown)}; allowed: {', '.join(sorted(TrailSettings.model_fields))}"
+            )
+        return world
 
 
 class WarmstartSettings(Settings):
