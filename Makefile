@@ -42,7 +42,7 @@ claims: $(INSTALLED)
 	@$(BIN)/python -m tests.claims $(RESULTS)/claims.json
 
 benchmarks: $(INSTALLED)
-	@$(BIN)/python -m tests.benchmarks $(ARGS)
+	@$(BIN)/python -m tests.benchmarks
 
 resolve:
 	@PATH="$(BIN):$$PATH" sh .ci/resolve

@@ -9,13 +9,13 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from tests.benchmarks import bench_engine, bench_step, bench_update
 
-BENCHMARKS: dict[str, Callable[[], int | None]] = {
+BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "engine": bench_engine.main,
     "update": bench_update.main,
     "step": bench_step.main,
@@ -48,7 +48,7 @@ def main() -> int:
     failed = []
     for name, benchmark in BENCHMARKS.items():
         print(f"\n== {name} == ({load()})", flush=True)
-        if benchmark():
+        if benchmark([]):
             failed.append(name)
     print(f"\n{load()}; " + (f"below the bar: {', '.join(failed)}" if failed else "all bars met"))
     return 1 if failed else 0

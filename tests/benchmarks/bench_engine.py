@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -173,10 +173,10 @@ def compare(model: LlamaForCausalLM, *, ragged: bool, pairs: int) -> float:
     return wall
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Torch engine against batched generate, in alternating pairs.")
     parser.add_argument("--pairs", type=int, default=5, help="pairs per workload")
-    pairs = parser.parse_args().pairs
+    pairs = parser.parse_args(argv).pairs
     torch.set_num_threads(1)
     model = tiny_model()
     print(f"{os.cpu_count()} cores, 1 thread, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
