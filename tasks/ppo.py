@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,13 +122,12 @@ async def _loop(training: Training, checkpoint: Path, cluster: Cluster, *, strea
 
     ppo = training.ppo
     tasks = training_tasks(training.world, 2 * training.seed + (stream == "ppo"), ppo.steps * ppo.batch_size)
-    worker = RolloutWorker(checkpoint, slots=training.loop.slots, max_length=longest_sequence(training.agent))
-    trainer = TrainerHandle(checkpoint, training.trainer)
-    try:
+    with ExitStack() as actors:
+        worker = RolloutWorker(checkpoint, slots=training.loop.slots, max_length=longest_sequence(training.agent))
+        actors.callback(worker.stop)
+        trainer = TrainerHandle(checkpoint, training.trainer)
+        actors.callback(trainer.stop)
         yield PPO(ppo, training.agent, tasks, training.seed, stream, worker, trainer)
-    finally:
-        worker.stop()
-        trainer.stop()
 
 
 async def _steps(loop: Any, training: Training, stage: StageRun, *, update_policy: bool) -> dict[str, list[Any]]:
