@@ -148,6 +148,7 @@ class Chain:
             self.runner.cluster,
             slots=self.experiment.loop.slots,
             max_length=max(cell.window for cell in cells),
+            rollout_timeout=self.experiment.loop.rollout_timeout,
         )
         try:
             for cell in cells:

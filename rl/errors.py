@@ -19,6 +19,10 @@ class WorkerLost(TrainingError):
     """A worker or trainer process died and was not, or could not be, replaced."""
 
 
+class WorkerDied(TrainingError):
+    """A rollout worker died during a call; it has been replaced, and the call may be made again."""
+
+
 class CheckpointError(TrainingError):
     """A checkpoint is missing, incomplete or damaged, or could not be written."""
 

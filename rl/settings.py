@@ -103,7 +103,15 @@ class PPOSettings(Settings):
     train_summaries: bool = Field(True, description="summaries are optimized (the paper's summary loss)")
     share_prefix: bool = Field(True, description="an execution segment and its summary share one forward pass")
     overlong_mask: bool = Field(False, description="no gradient from rollouts that hit a limit (SUPO)")
-    max_staleness: int = Field(0, ge=0, le=0, description="0 = synchronous and bit-reproducible")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="most policy updates between sampling a token and learning from it; 0 = synchronous and "
+        "bit-reproducible, above 0 rollouts and updates run at the same time",
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="attempts of a rollout that infrastructure fails before its task is quarantined (async)"
+    )
     max_empty_batches: int = Field(
         3, ge=1, description="stop after this many batches in a row without a usable rollout"
     )

@@ -9,152 +9,213 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import ray
 import torch
 
 from compaction.agent import run_rollout
-from compaction.protocols import Task
-from compaction.rendering import ChatTemplateRenderer, load_renderer
-from compaction.rollout import Rollout
-from compaction.settings import AgentSettings
+from compaction.protocols import Engine, Renderer
+from compaction.rendering import load_renderer
+from compaction.rollout import Outcome, Rollout
+from compaction.storage import read_rollouts, write_rollouts
 from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
 from rl.engines.torch_engine import TorchEngine
-from rl.errors import CheckpointError, WorkerLost
+from rl.errors import CheckpointError, WorkerDied, WorkerLost
 from rl.models import load_policy
 from rl.remote import PROCESS_DIED, actor, one_thread, result_of
+from rl.requests import RolloutRequest
 from rl.rows import Row
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
 
-MAX_DEATHS = 3
+MAX_DEATHS = 5
 """Deaths in a row after which a worker is not replaced: a task that kills its worker must not do so for ever"""
+
+ROLLOUTS = "rollouts.parquet"
+"""A checkpoint's finished rollouts that are not yet trained"""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RolloutRequest:
-    """One rollout to make. Its id, `seed` and the task's id decide its sampling."""
+class ServedEngine(Engine, Protocol):
+    """An engine whose weights can be swapped."""
 
-    id: str
-    task: Task
-    seed: int
-    settings: AgentSettings
+    def load_weights(self, state_dict: Mapping[str, Any], version: int) -> None: ...
+
+
+class Serving(Protocol):
+    """What a rollout process serves. Picklable: it travels there, and loads there."""
+
+    def load(self) -> tuple[ServedEngine, Renderer]: ...
+
+
+@dataclass(frozen=True)
+class TorchServing:
+    """The in-process engine on a checkpoint folder."""
+
+    checkpoint: Path
+    slots: int
+    """Rollouts at once"""
+    max_length: int
+    """Most tokens of one of them, the window at least"""
+
+    def load(self) -> tuple[ServedEngine, Renderer]:
+        """Raises CheckpointNotFound."""
+        policy = load_policy(self.checkpoint)
+        return TorchEngine(policy, slots=self.slots, max_length=self.max_length), load_renderer(self.checkpoint)
 
 
 class RolloutActor:
-    """Runs rollouts on an in-process torch engine, `slots` at once.
+    """Runs rollouts on the engine that it serves, `slots` at once.
 
     The model is loaded in the first call: what a constructor raises reaches a driver without its class.
     """
 
-    def __init__(self, checkpoint: str, slots: int, max_length: int) -> None:
+    def __init__(self, serving: Serving, slots: int, rollout_timeout: float) -> None:
         one_thread()
-        self._checkpoint, self._slots, self._max_length = Path(checkpoint), slots, max_length
+        self._serving, self._slots, self._rollout_timeout = serving, slots, rollout_timeout
 
     @cached_property
-    def _engine(self) -> TorchEngine:
-        return TorchEngine(load_policy(self._checkpoint), slots=self._slots, max_length=self._max_length)
-
-    @cached_property
-    def _renderer(self) -> ChatTemplateRenderer:
-        return load_renderer(self._checkpoint)
+    def _served(self) -> tuple[ServedEngine, Renderer]:
+        return self._serving.load()
 
     async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         gate = asyncio.Semaphore(self._slots)
 
         async def one(request: RolloutRequest) -> Rollout:
             async with gate:
-                return await run_rollout(
-                    request.task,
-                    self._engine,
-                    self._renderer,
-                    request.settings,
-                    seed=request.seed,
-                    rollout_id=request.id,
-                )
+                return await self._rollout(request)
 
         return list(await asyncio.gather(*(one(r) for r in requests)))
 
+    async def _rollout(self, request: RolloutRequest) -> Rollout:
+        """One rollout; one that takes longer than its limit is an infrastructure failure."""
+        engine, renderer = self._served
+        limit = rollout_limit(request, self._rollout_timeout)
+        try:
+            async with asyncio.timeout(limit):
+                return await run_rollout(
+                    request.task, engine, renderer, request.settings, seed=request.seed, rollout_id=request.id
+                )
+        except TimeoutError:
+            outcome = Outcome(None, "error", "infrastructure", f"the rollout took longer than {limit:g} s")
+            return Rollout(request.id, request.task.id, request.seed, request.settings, (), outcome)
+
     async def load_weights(self, weights: dict[str, Any], version: int) -> None:
-        self._engine.load_weights(weights, version)
+        self._served[0].load_weights(weights, version)
 
     async def pid(self) -> int:
         return os.getpid()
 
 
-class RolloutWorker:
-    """The driver's handle on one rollout actor. A dead actor is replaced, gets the weights again and redoes the call:
-    the seeds are in the requests, so the rollouts are the ones that were lost."""
+def rollout_limit(request: RolloutRequest, rollout_timeout: float) -> float:
+    """Seconds that a rollout may take in all: its agent's deadline, and `rollout_timeout` for all else."""
+    return rollout_timeout + (request.task.limits.deadline_seconds or 0.0)
 
-    def __init__(self, checkpoint: Path, *, slots: int, max_length: int) -> None:
-        """`slots`: rollouts at once; `max_length`: most tokens of one of them, the window at least."""
-        self._start = lambda: actor(RolloutActor).remote(str(checkpoint), slots, max_length)
+
+class RolloutWorker:
+    """The driver's handle on one rollout actor. A dead actor is replaced and gets the weights again."""
+
+    def __init__(self, serving: Serving, *, slots: int, rollout_timeout: float = 3_600.0) -> None:
+        """`slots`: rollouts at once; `rollout_timeout`: seconds of one, its task's own deadline not counted."""
+        self.slots = slots
+        self._rollout_timeout = rollout_timeout
+        self._start = lambda: actor(RolloutActor).remote(serving, slots, rollout_timeout)
         self._actor = self._start()
         self._weights: tuple[Any, int] | None = None
         self._deaths = 0
+        self._replacing = asyncio.Lock()
+
+    def limit(self, request: RolloutRequest) -> float:
+        """Seconds after which the actor itself ends the rollout."""
+        return rollout_limit(request, self._rollout_timeout)
 
     async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """All requests' rollouts, in the order asked; infrastructure failures are rollouts without reward.
 
+        If the actor dies, all are made again: the seeds are in the requests, so they are the ones that were lost.
         Raises WorkerLost when the actor keeps dying, and what a rollout raises before it starts (WindowTooSmall).
         """
-        rollouts: list[Rollout] = await self._call("rollouts", requests)
+        rollouts: list[Rollout] = await self._until_answered("rollouts", requests)
         return rollouts
+
+    async def rollout(self, request: RolloutRequest) -> Rollout:
+        """One attempt of one rollout, beside others. Raises WorkerDied once a dead actor is replaced."""
+        rollouts: list[Rollout] = await self._call("rollouts", [request])
+        return rollouts[0]
 
     async def load_weights(self, weights: Any, version: int) -> None:
         """Swaps the policy's weights (an object reference or a state dict) at a step boundary.
 
         Raises WorkerLost, and EngineError for weights that do not fit or are not finite.
         """
-        await self._call("load_weights", weights, version)
+        await self._until_answered("load_weights", weights, version)
         self._weights = (weights, version)
 
     async def pid(self) -> int:
-        return int(await self._call("pid"))
+        return int(await self._until_answered("pid"))
+
+    async def replace(self, why: str) -> None:
+        """Ends the actor, whatever it is doing, and starts another with the weights last loaded."""
+        await self._replace(self._actor, why)
 
     def stop(self) -> None:
         ray.kill(self._actor)
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _until_answered(self, method: str, *arguments: Any) -> Any:
         while True:
-            try:
-                result = await result_of(getattr(self._actor, method).remote(*arguments))
-            except PROCESS_DIED as error:
-                await self._replace(error)
-            else:
-                self._deaths = 0
-                return result
+            with suppress(WorkerDied):
+                return await self._call(method, *arguments)
 
-    async def _replace(self, error: Exception) -> None:
-        """A new actor that has the weights last loaded."""
-        while True:
-            self._deaths += 1
-            if self._deaths >= MAX_DEATHS:
-                self._deaths = 0  # another call, of the next cell perhaps, starts anew
-                raise WorkerLost(
-                    f"the rollout worker died {MAX_DEATHS} times in a row, last by {type(error).__name__}; free "
-                    "memory or lower the number of rollouts at once"
-                ) from error
-            logger.warning("rollout worker died (%s); replacing it", type(error).__name__)
-            with suppress(Exception):  # one that merely does not answer must not go on beside the new one
-                self.stop()
-            self._actor = self._start()
-            if self._weights is None:
-                return
-            try:
-                await result_of(self._actor.load_weights.remote(*self._weights))
-                return
-            except PROCESS_DIED as again:
-                error = again
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        asked = self._actor
+        try:
+            result = await result_of(getattr(asked, method).remote(*arguments))
+        except PROCESS_DIED as error:
+            why = type(error).__name__
+            await self._replace(asked, why)
+            raise WorkerDied(f"the rollout worker died ({why})") from error
+        self._deaths = 0
+        return result
+
+    async def _replace(self, dead: Any, why: str) -> None:
+        """A new actor that has the weights last loaded; of several calls that found it dead, the first makes it."""
+        async with self._replacing:
+            while self._actor is dead:
+                self._deaths += 1
+                if self._deaths >= MAX_DEATHS:
+                    self._deaths = 0  # another call, of the next cell perhaps, starts anew
+                    raise WorkerLost(
+                        f"the rollout worker died {MAX_DEATHS} times in a row, last by {why}; free memory or lower "
+                        "the number of rollouts at once"
+                    )
+                logger.warning("rollout worker died (%s); replacing it", why)
+                with suppress(Exception):  # one that merely does not answer must not go on beside the new one
+                    ray.kill(dead)
+                self._actor = self._start()
+                if self._weights is None:
+                    return
+                try:
+                    await result_of(self._actor.load_weights.remote(*self._weights))
+                except PROCESS_DIED as error:
+                    dead, why = self._actor, type(error).__name__
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint held beside the trainer."""
+
+    step: int
+    state: dict[str, Any]
+    rollouts: list[Rollout]
+    """Finished, not yet trained"""
 
 
 class TrainerActor:
@@ -179,11 +240,12 @@ class TrainerActor:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._trainer.save(Path(folder))
 
-    def checkpoint(self, root: str, step: int, state: dict[str, Any]) -> None:
+    def checkpoint(self, root: str, step: int, state: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
         with new_checkpoint(Path(root), step, state) as folder:
             self._trainer.save(folder)
+            write_rollouts(folder / ROLLOUTS, rollouts)
 
-    def resume(self, root: str) -> tuple[int, dict[str, Any]] | None:
+    def resume(self, root: str) -> Resumed | None:
         folder = latest_checkpoint(Path(root))
         if folder is None:
             return None
@@ -192,7 +254,7 @@ class TrainerActor:
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Delete {folder} to go on from the one before it") from error
         self._trainer.load(folder)
-        return found.step, found.state
+        return Resumed(found.step, found.state, read_rollouts(folder / ROLLOUTS))
 
     def pid(self) -> int:
         return os.getpid()
@@ -221,7 +283,7 @@ class TrainerHandle:
 
     async def weights(self) -> tuple[Any, int]:
         """(reference to the policy's state dict in the object store, version)."""
-        return self._actor.call.remote("weights"), await self._await(self._actor.version.remote())
+        return self._actor.call.remote("weights"), await self.version()
 
     async def load(self, folder: Path) -> None:
         await self._await(self._actor.call.remote("load", folder))
@@ -233,12 +295,16 @@ class TrainerHandle:
     async def save_policy(self, folder: Path) -> None:
         await self._await(self._actor.call.remote("save_policy", folder))
 
-    async def checkpoint(self, root: Path, step: int, state: dict[str, Any]) -> None:
-        """A checkpoint below `root`, atomically; the last two are kept."""
-        await self._await(self._actor.checkpoint.remote(str(root), step, state))
+    async def version(self) -> int:
+        """Policy updates made so far."""
+        return int(await self._await(self._actor.version.remote()))
 
-    async def resume(self, root: Path) -> tuple[int, dict[str, Any]] | None:
-        """Restores the newest checkpoint below `root`: (its step, its state), or None where there is none."""
+    async def checkpoint(self, root: Path, step: int, state: dict[str, Any], rollouts: Sequence[Rollout]) -> None:
+        """A checkpoint below `root`, atomically; the last two are kept. `rollouts` wait to be trained."""
+        await self._await(self._actor.checkpoint.remote(str(root), step, state, rollouts))
+
+    async def resume(self, root: Path) -> Resumed | None:
+        """Restores the newest checkpoint below `root`; None where there is none."""
         return await self._await(self._actor.resume.remote(str(root)))
 
     async def pid(self) -> int:

@@ -16,6 +16,7 @@ from evaluation.grid import Cell
 from evaluation.results import CellResult, summarize_cell
 from evaluation.tasksets.trail import Split, TrailSettings, TrailTask, trail_tasks
 from evaluation.trial import TrialKey, TrialResult, trial_result
+from rl.requests import RolloutRequest, rollout_seed
 from tasks.caching import StageOutcome, StageSpec
 from tasks.cluster import Cluster
 from tasks.stages import Body, StageRun
@@ -87,21 +88,22 @@ def params(cell: Cell, agent: AgentSettings, n_tasks: int, repeats: int) -> dict
 class EvaluationWorker:
     """The rollout worker of one checkpoint, started for the first cell that has to run."""
 
-    def __init__(self, checkpoint: Path, cluster: Cluster, *, slots: int, max_length: int) -> None:
+    def __init__(
+        self, checkpoint: Path, cluster: Cluster, *, slots: int, max_length: int, rollout_timeout: float
+    ) -> None:
         self._checkpoint, self._cluster = checkpoint, cluster
-        self._slots, self._max_length = slots, max_length
+        self._slots, self._max_length, self._rollout_timeout = slots, max_length, rollout_timeout
         self._worker: Any = None
 
-    async def rollouts(self, requests: Sequence[Any]) -> list[Rollout]:
-        from rl.workers import RolloutWorker
+    async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        self._cluster.ensure()
+        from rl.workers import RolloutWorker, TorchServing
 
         if self._worker is None:
-            self._worker = RolloutWorker(self._checkpoint, slots=self._slots, max_length=self._max_length)
+            serving = TorchServing(self._checkpoint, self._slots, self._max_length)
+            self._worker = RolloutWorker(serving, slots=self._slots, rollout_timeout=self._rollout_timeout)
         rollouts: list[Rollout] = await self._worker.rollouts(requests)
         return rollouts
-
-    def start_cluster(self) -> None:
-        self._cluster.ensure()
 
     def stop(self) -> None:
         if self._worker is not None:
@@ -120,10 +122,6 @@ def body(
     """Writes `trials.json` and a sample of rollouts; the result is the cell's CellResult."""
 
     async def run(stage: StageRun) -> dict[str, Any]:
-        worker.start_cluster()
-        from rl.ppo import rollout_seed
-        from rl.workers import RolloutRequest
-
         settings = cell_agent(cell, agent)
         trials = [
             (cell.trial_key(f"trail/{split}", task.id, repeat), task)

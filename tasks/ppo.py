@@ -5,6 +5,7 @@ Progress is checkpointed in the stage's folder: a killed stage goes on from ther
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -24,6 +25,7 @@ from tasks.stages import Body, StageRun
 from tasks.wiring import LEARNING_SOURCES, ROLLOUT_SOURCES, longest_sequence, training_tasks
 
 CHECKPOINTS = "checkpoints"
+EVENTS = "events.jsonl"
 KEPT_ROLLOUTS = 16
 """Rollouts of the first and of the last step that stay to be read"""
 CURVES = (
@@ -46,7 +48,13 @@ CURVES = (
 class LoopSettings(Settings):
     """How rollouts are served and how often a stage is checkpointed."""
 
+    workers: int = Field(1, ge=1, description="rollout processes, each with an engine")
     slots: int = Field(64, ge=1, description="rollouts at once in one engine")
+    rollout_timeout: float = Field(
+        3_600.0,
+        gt=0,
+        description="seconds of a rollout beyond its task's own deadline; then it counts as an infrastructure failure",
+    )
     checkpoint_every: int = Field(10, ge=1, description="steps between checkpoints")
 
 
@@ -65,7 +73,7 @@ class Training:
         models = {"ppo": self.ppo, "trainer": self.trainer, "agent": self.agent, "world": self.world}
         return {name: model.model_dump(mode="json") for name, model in models.items()} | {
             "seed": self.seed,
-            "slots": self.loop.slots,
+            "loop": self.loop.model_dump(mode="json", exclude={"checkpoint_every"}),
         }
 
 
@@ -89,9 +97,9 @@ def critic_body(training: Training, sft: StageOutcome, cluster: Cluster) -> Body
     """Writes `trainer/`: the base policy with a critic that has seen `steps` batches of it."""
 
     async def run(stage: StageRun) -> dict[str, Any]:
-        async with _loop(training, sft.folder / "checkpoint", cluster, stream="critic") as loop:
+        async with _loop(training, stage, sft.folder / "checkpoint", cluster, "critic") as loop:
             curves = await _steps(loop, training, stage, update_policy=False)
-            await loop.trainer.save(stage.folder / "trainer")
+            await loop.learner.trainer.save(stage.folder / "trainer")
         shutil.rmtree(stage.folder / CHECKPOINTS, ignore_errors=True)
         return {"curves": curves}
 
@@ -102,11 +110,11 @@ def ppo_body(training: Training, sft: StageOutcome, critic: StageOutcome | None,
     """Writes `checkpoint/`, the trained policy, and the first and last rollouts."""
 
     async def run(stage: StageRun) -> dict[str, Any]:
-        async with _loop(training, sft.folder / "checkpoint", cluster, stream="ppo") as loop:
+        async with _loop(training, stage, sft.folder / "checkpoint", cluster, "ppo") as loop:
             if critic is not None:
-                await loop.trainer.load(critic.folder / "trainer")
+                await loop.learner.trainer.load(critic.folder / "trainer")
             curves = await _steps(loop, training, stage, update_policy=True)
-            await loop.trainer.save_policy(stage.folder / "checkpoint")
+            await loop.learner.trainer.save_policy(stage.folder / "checkpoint")
         shutil.rmtree(stage.folder / CHECKPOINTS, ignore_errors=True)
         return {"checkpoint": "checkpoint", "curves": curves}
 
@@ -114,29 +122,47 @@ def ppo_body(training: Training, sft: StageOutcome, critic: StageOutcome | None,
 
 
 @asynccontextmanager
-async def _loop(training: Training, checkpoint: Path, cluster: Cluster, *, stream: str) -> AsyncIterator[Any]:
-    """The PPO loop with a worker and a trainer of its own. `stream` keeps critic and PPO from sharing tasks."""
+async def _loop(
+    training: Training, stage: StageRun, checkpoint: Path, cluster: Cluster, name: str
+) -> AsyncIterator[Any]:
+    """The PPO loop with workers and a trainer of its own. `name` keeps critic and PPO from sharing tasks."""
     cluster.ensure()
+    from rl.async_ppo import AsyncPPO
+    from rl.events import EventLog
+    from rl.learner import Learner
     from rl.ppo import PPO
-    from rl.workers import RolloutWorker, TrainerHandle
+    from rl.requests import RequestStream
+    from rl.workers import RolloutWorker, TorchServing, TrainerHandle
 
-    ppo = training.ppo
-    tasks = training_tasks(training.world, 2 * training.seed + (stream == "ppo"), ppo.steps * ppo.batch_size)
-    with ExitStack() as actors:
-        worker = RolloutWorker(checkpoint, slots=training.loop.slots, max_length=longest_sequence(training.agent))
-        actors.callback(worker.stop)
+    ppo, loop = training.ppo, training.loop
+    tasks = training_tasks(training.world, 2 * training.seed + (name == "ppo"), (ppo.steps + 1) * ppo.batch_size)
+    stream = RequestStream(tasks, training.agent, training.seed, name, ppo.batch_size, ppo.group_size)
+    serving = TorchServing(checkpoint, loop.slots, longest_sequence(training.agent))
+    with ExitStack() as ending:
+        events = EventLog(stage.folder / EVENTS)
+        ending.callback(events.close)
+        workers = []
+        for _ in range(loop.workers):
+            workers.append(RolloutWorker(serving, slots=loop.slots, rollout_timeout=loop.rollout_timeout))
+            ending.callback(workers[-1].stop)
         trainer = TrainerHandle(checkpoint, training.trainer)
-        actors.callback(trainer.stop)
-        yield PPO(ppo, training.agent, tasks, training.seed, stream, worker, trainer)
+        ending.callback(trainer.stop)
+        kind = AsyncPPO if ppo.max_staleness else PPO
+        yield kind(ppo, stream, workers, Learner(ppo, trainer), events.emit)
 
 
 async def _steps(loop: Any, training: Training, stage: StageRun, *, update_policy: bool) -> dict[str, list[Any]]:
     """Runs the loop from its last checkpoint to the end; returns the curves of all steps."""
-    root = stage.folder / CHECKPOINTS
-    resumed = await loop.trainer.resume(root)
-    first, curves = (resumed[0], resumed[1]["curves"]) if resumed else (0, {name: [] for name in CURVES})
-    if resumed and update_policy:
-        await loop.worker.load_weights(*await loop.trainer.weights())
+    root, trainer = stage.folder / CHECKPOINTS, loop.learner.trainer
+    resumed = await trainer.resume(root)
+    first, curves = (resumed.step, resumed.state["curves"]) if resumed else (0, {name: [] for name in CURVES})
+    if resumed:
+        loop.restore(resumed.state["loop"], resumed.rollouts)
+        if update_policy:
+            weights = await trainer.weights()
+            await asyncio.gather(*(worker.load_weights(*weights) for worker in loop.workers))
+    if resumed or (stage.folder / EVENTS).stat().st_size:
+        loop.emit("resumed", step=first)
     async for result in loop.run(first, update_policy=update_policy):
         done = result.step + 1
         for name in CURVES:
@@ -146,7 +172,9 @@ async def _steps(loop: Any, training: Training, stage: StageRun, *, update_polic
             name = "first" if result.step == 0 else "last"
             write_rollouts(stage.folder / f"rollouts-{name}.parquet", result.rollouts[:KEPT_ROLLOUTS])
         if done % training.loop.checkpoint_every == 0 and done < training.ppo.steps:
-            await loop.trainer.checkpoint(root, done, {"curves": curves})
+            state, queued = loop.state()
+            await trainer.checkpoint(root, done, {"curves": curves, "loop": state}, queued)
+            loop.emit("checkpoint", step=done, queued=[rollout.id for rollout in queued])
     return curves
 
 

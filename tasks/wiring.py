@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from compaction.protocols import Task
 from compaction.settings import AgentSettings
 from evaluation.tasksets.trail import TrailSettings, trail_tasks
+from rl.requests import TaskSource
 
-ROLLOUT_SOURCES = ("compaction", "evaluation/tasksets", "evaluation/environments", "rl/engines", "rl/workers.py")
+ROLLOUT_SOURCES = (
+    "compaction",
+    "evaluation/tasksets",
+    "evaluation/environments",
+    "rl/engines",
+    "rl/requests.py",
+    "rl/workers.py",
+)
 LEARNING_SOURCES = (
     "rl/advantages.py",
+    "rl/async_ppo.py",
     "rl/batching.py",
     "rl/checkpoint.py",
+    "rl/learner.py",
     "rl/losses.py",
     "rl/models.py",
     "rl/optimization.py",
     "rl/ppo.py",
+    "rl/queue.py",
     "rl/rows.py",
     "rl/settings.py",
     "rl/trainer.py",
@@ -27,7 +36,7 @@ SEED_STRIDE = 1_000_003
 """Keeps the task streams of neighbouring seeds apart"""
 
 
-def training_tasks(world: TrailSettings, seed: int, n: int) -> Callable[[int, int], list[Task]]:
+def training_tasks(world: TrailSettings, seed: int, n: int) -> TaskSource:
     """The first `n` tasks of the training split under `seed`, as the stream that PPO reads by (first, count)."""
     tasks: list[Task] = list(trail_tasks(world, "train", n, seed * SEED_STRIDE))
     return lambda first, count: tasks[first : first + count]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,10 @@ class ScriptedEngine:
 
     async def release(self, rollout_id: str) -> None:
         pass
+
+    def load_weights(self, state_dict: Mapping[str, Any], version: int) -> None:
+        """A script has no weights; what it says from now on bears `version`."""
+        self.version = version
 
 
 def scripted_completion(text: str, request: GenerateRequest, renderer: Renderer, version: int = 0) -> Completion:

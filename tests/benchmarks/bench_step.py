@@ -21,8 +21,11 @@ from unittest.mock import patch
 
 from flows.experiment import Experiment, load_experiment
 from rl import workers
+from rl.learner import Learner
 from rl.ppo import PPO
-from rl.workers import RolloutWorker, TrainerHandle, one_thread
+from rl.remote import one_thread
+from rl.requests import RequestStream
+from rl.workers import RolloutWorker, TorchServing, TrainerHandle
 from tasks.cluster import Cluster
 from tasks.ppo import Training
 from tasks.warmstart import WarmstartSettings, warmstart
@@ -84,9 +87,11 @@ async def measure(training: Training, checkpoint: Path, steps: int) -> tuple[lis
         patch.object(workers, "RolloutActor", MeteredRolloutActor),
         patch.object(workers, "TrainerActor", MeteredTrainerActor),
     ):
-        worker = RolloutWorker(checkpoint, slots=training.loop.slots, max_length=longest_sequence(training.agent))
+        slots = training.loop.slots
+        worker = RolloutWorker(TorchServing(checkpoint, slots, longest_sequence(training.agent)), slots=slots)
         trainer = TrainerHandle(checkpoint, training.trainer)
-    loop = PPO(ppo, training.agent, tasks, training.seed, "ppo", worker, trainer)
+    stream = RequestStream(tasks, training.agent, training.seed, "ppo", ppo.batch_size, ppo.group_size)
+    loop = PPO(ppo, stream, [worker], Learner(ppo, trainer))
     for step in range(WARM_UP):
         await loop.step(step)
     readings, metrics = [], []

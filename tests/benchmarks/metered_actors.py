@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from compaction.rollout import Rollout
-from rl.workers import RolloutActor, RolloutRequest, TrainerActor
+from rl.requests import RolloutRequest
+from rl.workers import RolloutActor, TrainerActor
 from tests.benchmarks.meters import Meter, Seconds, model_meter, now
 
 
@@ -17,7 +18,8 @@ class MeteredRolloutActor(RolloutActor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._meter, self._calls = Meter(), Meter()
-        self._engine._step = self._meter.timed(self._engine._step, "engine")  # type: ignore[method-assign]
+        engine: Any = self._served[0]
+        engine._step = self._meter.timed(engine._step, "engine")
 
     async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         with self._calls.measure("calls"):

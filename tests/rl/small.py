@@ -18,12 +18,16 @@ from compaction.rollout import Rollout
 from compaction.settings import AgentSettings, CompactionSettings
 from evaluation.tasksets.trail import TrailSettings
 from evaluation.tasksets.trail_expert import world_text
+from rl.async_ppo import AsyncPPO
+from rl.events import no_events
+from rl.learner import Learner, StepResult
 from rl.models import load_policy, save_policy
 from rl.ppo import PPO
+from rl.requests import RequestStream, RolloutRequest
 from rl.settings import PPOSettings, TinySettings, TrainerSettings
 from rl.tiny import make_tiny_checkpoint
 from rl.trainer import Trainer
-from rl.workers import RolloutActor, RolloutRequest
+from rl.workers import RolloutActor, Serving, TorchServing
 
 WORLD = TrailSettings(min_length=3, max_length=5, pointer_names=8, parts=6, max_facts=3, max_turns=8)
 PACK = """\
@@ -131,6 +135,25 @@ class Held(Typed):
             await asyncio.sleep(3_600)
 
 
+@dataclass(frozen=True)
+class SlowTask(TypedTask):
+    """Its environment takes `seconds` for each command."""
+
+    seconds: float = 0.0
+
+    def open(self) -> Environment:
+        return Slow(seconds=self.seconds)
+
+
+@dataclass
+class Slow(Typed):
+    seconds: float = 0.0
+
+    async def execute(self, command: str) -> Execution:
+        await asyncio.sleep(self.seconds)
+        return await super().execute(command)
+
+
 def typed_tasks(first: int, n: int) -> list[Task]:
     return [TypedTask(f"typed-{i}") for i in range(first, first + n)]
 
@@ -142,14 +165,21 @@ def request(task: Task, agent: AgentSettings, seed: int = 0) -> RolloutRequest:
 class LocalWorker:
     """The rollout actor in this process, with a handle's methods."""
 
-    def __init__(self, checkpoint: Path, slots: int = 4) -> None:
-        self._actor = RolloutActor(str(checkpoint), slots, 128)
+    def __init__(self, serving: Serving, slots: int = 4, rollout_timeout: float = 60.0) -> None:
+        self._actor = RolloutActor(serving, slots, rollout_timeout)
+        self.slots = slots
         self.loaded: list[int] = []
         self.requests: list[RolloutRequest] = []
 
     async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         self.requests += requests
         return await self._actor.rollouts(requests)
+
+    async def rollout(self, request: RolloutRequest) -> Rollout:
+        return (await self.rollouts([request]))[0]
+
+    def limit(self, request: RolloutRequest) -> float:
+        return 60.0
 
     async def load_weights(self, weights: Any, version: int) -> None:
         self.loaded.append(version)
@@ -172,6 +202,9 @@ class LocalTrainer:
     async def update_policy(self, rows: Any, advantages: Any, included: Any) -> dict[str, float]:
         return self._called("update_policy", rows, advantages, included)
 
+    async def version(self) -> int:
+        return self.trainer.version
+
     async def weights(self) -> tuple[Any, int]:
         return self._called("weights"), self.trainer.version
 
@@ -183,11 +216,38 @@ class LocalTrainer:
         return [arguments for name, arguments in self.calls if name == method]
 
 
+def serving(checkpoint: Path, slots: int = 4) -> TorchServing:
+    return TorchServing(checkpoint, slots, 128)
+
+
+def request_stream(checkpoint: Path, settings: PPOSettings, tasks: Any = typed_tasks, seed: int = 0) -> RequestStream:
+    return RequestStream(tasks, agent_settings(checkpoint), seed, "ppo", settings.batch_size, settings.group_size)
+
+
 def local_loop(
-    checkpoint: Path, tasks: Any = typed_tasks, *, trainer: dict[str, Any] | None = None, seed: int = 0, **ppo: Any
-) -> tuple[PPO, LocalWorker, LocalTrainer]:
-    """The loop and its two parts."""
-    worker, local = LocalWorker(checkpoint), LocalTrainer(checkpoint, **(trainer or {}))
+    checkpoint: Path,
+    tasks: Any = typed_tasks,
+    *,
+    trainer: dict[str, Any] | None = None,
+    seed: int = 0,
+    rollout_timeout: float = 60.0,
+    emit: Any = no_events,
+    **ppo: Any,
+) -> tuple[Any, LocalWorker, LocalTrainer]:
+    """The loop that the settings ask for, and its two parts."""
+    worker = LocalWorker(serving(checkpoint), rollout_timeout=rollout_timeout)
+    local = LocalTrainer(checkpoint, **(trainer or {}))
     settings = PPOSettings(**({"steps": 3, "batch_size": 8} | ppo))
-    loop = PPO(settings, agent_settings(checkpoint), tasks, seed, "ppo", worker, local)  # type: ignore[arg-type]
+    stream = request_stream(checkpoint, settings, tasks, seed)
+    kind = AsyncPPO if settings.max_staleness else PPO
+    loop = kind(settings, stream, [worker], Learner(settings, local), emit)  # type: ignore[arg-type, list-item]
     return loop, worker, local
+
+
+def collect(loop: Any, first: int = 0, **options: Any) -> list[StepResult]:
+    """All steps of a loop."""
+
+    async def run() -> list[StepResult]:
+        return [result async for result in loop.run(first, **options)]
+
+    return asyncio.run(run())

@@ -15,16 +15,9 @@ from compaction.rollout import CompactionRecord, Outcome, Rollout, TurnRecord
 from compaction.settings import AgentSettings
 from rl.advantages import AdvantageSettings, group_advantages
 from rl.errors import NoUsableRollouts, TrainingDiverged
-from rl.ppo import PPO, StepResult, rollout_metrics
+from rl.learner import rollout_metrics
 from tests.rl.samples import random_segment
-from tests.rl.small import BrokenTask, TypedTask, local_loop
-
-
-def collect(loop: PPO, first: int = 0, **options: Any) -> list[StepResult]:
-    async def run() -> list[StepResult]:
-        return [result async for result in loop.run(first, **options)]
-
-    return asyncio.run(run())
+from tests.rl.small import BrokenTask, TypedTask, collect, local_loop
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
@@ -92,7 +85,7 @@ def test_pretraining_leaves_the_policy_alone(small_checkpoint: Path) -> None:
 def test_requests_are_disjoint_and_seeded(small_checkpoint: Path) -> None:
     def requests(**changes: Any) -> list[Any]:
         loop, _, _ = local_loop(small_checkpoint, steps=4, batch_size=6, group_size=3, **changes)
-        return [request for step in range(4) for request in loop.requests(step)]
+        return [request for step in range(4) for request in loop.stream.batch(step)]
 
     drawn = requests()
     assert drawn == requests()

@@ -19,10 +19,11 @@ from rl import workers
 from rl.checkpoint import latest_checkpoint
 from rl.errors import CheckpointError, CheckpointNotFound, TrainingDiverged, WorkerLost
 from rl.models import load_policy
+from rl.requests import RolloutRequest
 from rl.settings import TrainerSettings
-from rl.workers import RolloutRequest, RolloutWorker, TrainerHandle
+from rl.workers import Resumed, RolloutWorker, TorchServing, TrainerHandle
 from tests.rl.samples import random_rows
-from tests.rl.small import HeldTask, LethalTask, LocalWorker, agent_settings, request, typed_tasks
+from tests.rl.small import HeldTask, LethalTask, LocalWorker, agent_settings, request, serving, typed_tasks
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_cluster")]
 
@@ -31,7 +32,7 @@ SLOTS = 4
 
 @pytest.fixture(scope="module")
 def worker(small_checkpoint: Path, ray_cluster: Any) -> Iterator[RolloutWorker]:
-    worker = RolloutWorker(small_checkpoint, slots=SLOTS, max_length=128)
+    worker = RolloutWorker(serving(small_checkpoint, SLOTS), slots=SLOTS)
     yield worker
     worker.stop()
 
@@ -80,7 +81,7 @@ def test_a_killed_worker_is_replaced_with_its_weights_and_makes_the_same_rollout
         return lost, await worker.rollouts(requests)
 
     got, again = asyncio.run(run())
-    local = LocalWorker(small_checkpoint, SLOTS)
+    local = LocalWorker(serving(small_checkpoint, SLOTS), SLOTS)
     asyncio.run(local.load_weights(weights, 7))
     expected = asyncio.run(local.rollouts(requests))
     assert got == expected
@@ -121,7 +122,7 @@ def test_a_window_that_can_never_fit_is_refused_with_the_arithmetic(
 
 
 def test_a_missing_checkpoint_folder_is_named(tmp_path: Path) -> None:
-    worker = RolloutWorker(tmp_path / "nowhere", slots=1, max_length=8)
+    worker = RolloutWorker(TorchServing(tmp_path / "nowhere", 1, 8), slots=1)
     with pytest.raises(CheckpointNotFound, match="nowhere holds no model checkpoint") as caught:
         asyncio.run(worker.load_weights({}, 1))
     assert is_plain(caught.value)
@@ -135,8 +136,8 @@ def test_the_trainers_errors_arrive_as_themselves_and_its_death_as_worker_lost(
 
     async def run() -> None:
         assert await trainer.resume(tmp_path) is None
-        await trainer.checkpoint(tmp_path, 2, {"curves": {"a": [1.5, None]}})
-        assert await trainer.resume(tmp_path) == (2, {"curves": {"a": [1.5, None]}})
+        await trainer.checkpoint(tmp_path, 2, {"curves": {"a": [1.5, None]}}, [])
+        assert await trainer.resume(tmp_path) == Resumed(2, {"curves": {"a": [1.5, None]}}, [])
 
         newest = latest_checkpoint(tmp_path)
         assert newest is not None

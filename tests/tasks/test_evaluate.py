@@ -50,7 +50,7 @@ def evaluated(
 def test_cells_share_tasks_and_worker_and_leave_trials_rollouts_and_metrics(
     small_checkpoint: Path, ray_cluster: Cluster, tracker: Tracker, tmp_path: Path
 ) -> None:
-    worker = EvaluationWorker(small_checkpoint, ray_cluster, slots=4, max_length=128)
+    worker = EvaluationWorker(small_checkpoint, ray_cluster, slots=4, max_length=128, rollout_timeout=60.0)
     result, run = evaluated(CELL, small_checkpoint, worker, tracker, tmp_path / "a")
     other = Cell("compactionrl", 0, 128, 0, None)
     evaluated(other, small_checkpoint, worker, tracker, tmp_path / "b")
@@ -73,7 +73,7 @@ def test_cells_share_tasks_and_worker_and_leave_trials_rollouts_and_metrics(
 
 def test_a_worker_that_was_never_needed_starts_and_stops_nothing(tmp_path: Path) -> None:
     cluster = Cluster(None, "test", tmp_path / "logs")
-    EvaluationWorker(tmp_path, cluster, slots=1, max_length=8).stop()
+    EvaluationWorker(tmp_path, cluster, slots=1, max_length=8, rollout_timeout=60.0).stop()
     assert not (tmp_path / "logs").exists()
 
 

@@ -36,18 +36,18 @@ STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
     "sft": (warmstart.SOURCES, ["tasks/warmstart.py"], {"rl/advantages.py"}),
     "ppo": (
         (*wiring.ROLLOUT_SOURCES, *wiring.LEARNING_SOURCES, "tasks/ppo.py", "tasks/wiring.py"),
-        ["tasks/ppo.py", "rl/ppo.py", "rl/workers.py"],
+        ["tasks/ppo.py", "rl/ppo.py", "rl/async_ppo.py", "rl/workers.py"],
         set(),
     ),
     "evaluate": (
         evaluate.SOURCES,
         ["tasks/evaluate.py"],
         {f"rl/{name}.py" for name in
-         ("advantages", "batching", "checkpoint", "losses", "optimization", "ppo", "rows", "settings", "trainer")},
+         ("advantages", "batching", "checkpoint", "losses", "optimization", "rows", "settings", "trainer")},
     ),
 }  # fmt: skip
 """Stage: its sources, the files it starts in, and what is imported without deciding its result"""
-AROUND = ("rl/errors.py", "rl/remote.py", *(f"tasks/{name}.py" for name in (
+AROUND = ("rl/errors.py", "rl/events.py", "rl/meters.py", "rl/remote.py", *(f"tasks/{name}.py" for name in (
     "caching", "cluster", "errors", "explain", "processes", "progress", "stages", "traces", "tracking",
 )))  # fmt: skip
 """How a stage is started, recorded and reported"""
