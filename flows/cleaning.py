@@ -96,6 +96,7 @@ def _runs(home: Home, everything: bool) -> list[Entry]:
 
 def _services(home: Home, everything: bool) -> list[Entry]:
     names = {"MLflow data": home.mlflow, "Prefect data": home.prefect, "jobs": home.jobs}
+    names["comparisons"] = home.root / "compare"
     in_use = home.prefect.is_dir() and bool(PrefectServer(home.prefect).live_users())
     return [
         Entry(path, folder_size(path), what, everything and not in_use, "in use" if in_use else "kept without --all")

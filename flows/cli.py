@@ -170,6 +170,31 @@ def show(
 
 
 @app.command()
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="A B [C…]", help="Runs, named as above; the first is compared with.")
+    ],
+    markdown: Annotated[bool, typer.Option("--md", help="Print Markdown.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Set runs beside each other: changed settings, scores with intervals, paired tests, curves on one plot.
+
+    [bold]Examples[/]
+
+    compactionrl compare 20260729-1014 latest
+
+    compactionrl compare 18e6551b 4241010d latest --md > comparison.md
+    """
+    from flows.session import guarded
+
+    with guarded(json_output=json_output):
+        from flows.compare import compare_runs
+        from flows.services import Home
+
+        compare_runs(Home.locate(), runs, markdown=markdown, json_output=json_output)
+
+
+@app.command()
 def clean(
     everything: Annotated[
         bool, typer.Option("--all", help="Also runs, MLflow and Prefect data: the whole home.")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evaluation.analysis.pooling import PresetPoint
 from evaluation.results import CellResult
@@ -23,6 +23,9 @@ from tasks.cluster import Cluster
 from tasks.errors import CommandError
 from tasks.stages import StageRecord, StageRunner
 from tasks.tracking import Tracker, git_state
+
+if TYPE_CHECKING:
+    from evaluation.analysis.plots import CurvePoint
 
 VERSIONED = ("torch", "transformers", "ray", "prefect", "mlflow", "numpy", "pandas", "pyarrow")
 
@@ -146,12 +149,12 @@ def write_run_report(run: RunFolder, stages: Path) -> Path:
     """The report of a finished run, from its results.json and its stages' curves."""
     from evaluation.analysis.report import ReportData, write_report
 
-    result = json.loads(run.results.read_text())
+    result = run.read_results()
     data = ReportData(
         title=run.name,
         preset=PresetPoint.model_validate(result["preset_point"]),
         cells=[CellResult.model_validate(cell) for cell in result["results"]],
-        curves=_curves(result["stages"], stages),
+        curves=read_curves(result["stages"], stages),
         provenance=result["provenance"],
         links={
             "output folder": str(run.path),
@@ -162,8 +165,8 @@ def write_run_report(run: RunFolder, stages: Path) -> Path:
     return write_report(run.report, data)
 
 
-def _curves(records: Sequence[dict[str, Any]], stages: Path) -> list[Any]:
-    """Training curves of the run's PPO stages."""
+def read_curves(records: Sequence[dict[str, Any]], stages: Path) -> list[CurvePoint]:
+    """Training curves of the run's PPO stages; those whose folder was removed are left out."""
     from evaluation.analysis.plots import CurvePoint
 
     points = []

@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.services import Home
 from tasks.caching import write_durably
-from tasks.errors import UserError
+from tasks.errors import CommandError, UserError
 from tasks.processes import ProcessId
 
 RECORD = "run.json"
@@ -49,6 +49,23 @@ class RunFolder:
     def update(self, **values: Any) -> None:
         self.record |= values
         write_durably(self.path / RECORD, json.dumps(self.record, indent=2))
+
+    def read_results(self) -> dict[str, Any]:
+        """What results.json holds. Raises CommandError, with the command to go on with, where there is none."""
+        command = self.record.get("command")
+        try:
+            results: dict[str, Any] = json.loads(self.results.read_text())
+        except FileNotFoundError:
+            if self.is_running():
+                raise CommandError(
+                    f"{self.path} has no results.json yet: the run is still going; wait for it"
+                ) from None
+            raise CommandError(
+                f"{self.path} has no results.json: the run did not get that far; resume it: {command}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{self.results} is unreadable ({error}); make it again: {command}") from error
+        return results
 
     def stage_folders(self, stages: Path) -> list[Path]:
         """Folders of the stages it used that are still there, in order."""

@@ -11,16 +11,18 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from evaluation.analysis.pooling import PresetPoint, own_cells, pooled, pooled_interval, pooled_mean
-from evaluation.analysis.tables import ResultRow, variants_in
+from evaluation.analysis.tables import ResultRow, sort_variants, variants_in
 from evaluation.grid import format_tokens
 from evaluation.results import CellResult
 
@@ -71,8 +73,14 @@ _LOOKS = {
     "no-compaction": Look("#009e73", "v", "▼"),
     "no-compaction-long": Look("#56b4e9", "D", "◆"),
     "segment-mean": Look("#cc79a7", "P", "✚"),
+    "no-cross-segment": Look("#8c564b", "*", "★"),
+    "exact-cross-segment": Look("#b8a800", "p", "⬟"),
+    "supo": Look("#332288", "h", "⬢"),
+    "grpo": Look("#882255", "d", "⬧"),
+    "sao": Look("#44aa99", "<", "◀"),
 }
 _OTHER_LOOK = Look("#d55e00", "X", "✖")
+_DASHES = ("solid", "dashed", "dotted", "dashdot")
 
 
 @dataclass(frozen=True)
@@ -104,15 +112,39 @@ def training_curves(points: Sequence[CurvePoint], metric: str, label: str) -> st
             style = look(variant)
             for steps in seeds.values():
                 axes.plot(list(steps), list(steps.values()), color=style.colour, linewidth=0.8, alpha=0.4)
-            common = sorted(set.intersection(*(set(steps) for steps in seeds.values())))
-            mean = [float(np.mean([steps[step] for steps in seeds.values()])) for step in common]
+            common, mean = _mean_line(seeds)
             axes.plot(common, mean, color=style.colour, linewidth=2)
             if common:
                 axes.plot(common[-1], mean[-1], color=style.colour, marker=style.marker, markersize=6)
-        axes.set_xlabel("training step")
-        axes.set_ylabel(label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _step_axis(axes, label)
         return _svg(figure, f"{label} by training step")
+
+
+def write_run_curves(
+    path: Path, runs: Mapping[str, Sequence[CurvePoint]], metrics: Sequence[tuple[str, str]]
+) -> Path | None:
+    """Curves of several runs as one PNG, a panel per (metric, label): a colour per variant, a dash per run.
+
+    Lines are means over seeds. The first run's are broad and pale, so that equal curves show too. None, and no file,
+    where no run has any of the metrics.
+    """
+    by_label = {label: [_lines(points, metric) for points in runs.values()] for metric, label in metrics}
+    panels = {label: lines for label, lines in by_label.items() if any(lines)}
+    if not panels:
+        return None
+    drawn = {variant for lines in panels.values() for by_variant in lines for variant in by_variant}
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.6 * len(panels), 4.2), layout="constrained")
+        for axes, (label, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+            for number, by_variant in enumerate(lines):
+                for variant, seeds in by_variant.items():
+                    axes.plot(*_mean_line(seeds), color=look(variant).colour, **_run_style(number))
+            _step_axis(axes, label)
+        handles = [Line2D([], [], color=look(variant).colour, label=variant) for variant in sort_variants(drawn)]
+        handles += [Line2D([], [], color=_INK, label=run, **_run_style(number)) for number, run in enumerate(runs)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
+        figure.savefig(path, dpi=150, transparent=False, facecolor="white")
+    return path
 
 
 def sweep_figure(cells: Sequence[CellResult], preset: PresetPoint, factor: Factor) -> str | None:
@@ -199,6 +231,18 @@ def _lines(points: Sequence[CurvePoint], metric: str) -> dict[str, dict[int, dic
     return {variant: dict(seeds) for variant, seeds in lines.items()}
 
 
+def _mean_line(seeds: Mapping[int, Mapping[int, float]]) -> tuple[list[int], list[float]]:
+    """Steps that all seeds have, and the mean over seeds at each."""
+    common = sorted(set.intersection(*(set(steps) for steps in seeds.values())))
+    return common, [float(np.mean([steps[step] for steps in seeds.values()])) for step in common]
+
+
+def _run_style(number: int) -> dict[str, Any]:
+    """How the lines of the first, second, … run differ."""
+    broad = {"linewidth": 3.5, "alpha": 0.4} if number == 0 else {"linewidth": 1.6}
+    return broad | {"linestyle": _DASHES[number % len(_DASHES)]}
+
+
 def _sweep_series(
     cells: Sequence[CellResult], preset: PresetPoint, factor: Factor
 ) -> dict[str, dict[int, list[CellResult]]]:
@@ -250,6 +294,12 @@ def _row_axis(axes: Axes, rows: Sequence[ResultRow]) -> None:
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlim(0, 1)
     axes.set_xlabel("pass@1")
+
+
+def _step_axis(axes: Axes, label: str) -> None:
+    axes.set_xlabel("training step")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _score_axis(axes: Axes) -> None:

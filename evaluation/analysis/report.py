@@ -129,7 +129,7 @@ def _charts(data: ReportData, rows: Sequence[ResultRow]) -> list[tuple[str, list
             "Thin: one seed each. Bold: their mean.",
             plots.training_curves(data.curves, metric, label),
         )
-        for title, metric, label in _CURVES
+        for title, metric, label in CURVES
     ]
     sections = [("Results at the preset's own point", [bars, split]), ("Training", curves), ("Sweeps", sweep)]
     return [(title, [c for c in charts if c]) for title, charts in sections if any(charts)]
@@ -144,7 +144,7 @@ _FACTORS: tuple[tuple[plots.Factor, str], ...] = (
     ("cap", "compactions allowed"),
     ("keep_recent", "recent turns kept"),
 )
-_CURVES = (
+CURVES = (
     ("Reward in training", plots.REWARD, "mean reward of the batch"),
     ("Summary length in training", plots.SUMMARY_TOKENS, "tokens per summary"),
 )

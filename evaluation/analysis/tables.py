@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,11 @@ class ResultRow:
 
 def variants_in(cells: Sequence[CellResult]) -> list[str]:
     """Variants that occur, in the order in which every table and figure shows them."""
-    names = {cell.variant for cell in cells}
+    return sort_variants({cell.variant for cell in cells})
+
+
+def sort_variants(names: Set[str]) -> list[str]:
+    """The house's variants in its order, others after them by name."""
     known = [name for name in VARIANT_ORDER if name in names]
     return known + sorted(names - set(known))
 
