@@ -126,6 +126,8 @@ class Chain:
             async with asyncio.TaskGroup() as group:
                 for variant, seed in pairs:
                     group.create_task(self._evaluate(variant, seed))
+        except BaseExceptionGroup as group_error:  # a signal that arrived in the middle of a stage's own code
+            raise group_error.exceptions[0] from None
         finally:
             for task in self._running.values():
                 task.cancel()

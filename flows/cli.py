@@ -52,6 +52,11 @@ Overrides = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; logs go to the run's folder.")]
 Force = Annotated[bool, typer.Option("--force", help="Run every stage again, finished or not.")]
+Cron = Annotated[
+    str | None,
+    typer.Option(help="When to run reproduce, in UTC: [cyan]0 3 * * *[/].", metavar="CRON", show_default=False),
+]
+Limit = Annotated[int, typer.Option(min=1, help="Most runs at once; others wait.")]
 RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="[cyan]latest[/], a run's folder, its MLflow run id, or the beginning of one."),
@@ -85,8 +90,17 @@ def reproduce(
 
         return run_reproduce(experiment, options)
 
-    settings = _overrides(overrides, variants=variants, seeds=seeds)
-    raise typer.Exit(run_flow(flow, preset, settings, force=force, dry_run=dry_run, json_output=json_output))
+    raise typer.Exit(
+        run_flow(
+            flow,
+            preset,
+            overrides or [],
+            flags=_flags(variants=variants, seeds=seeds),
+            force=force,
+            dry_run=dry_run,
+            json_output=json_output,
+        )
+    )
 
 
 @app.command()
@@ -124,8 +138,78 @@ def sweep(
         return run_sweep(experiment, options)
 
     axes = {"evaluation.windows": windows, "evaluation.caps": caps, "evaluation.keep_recents": keep_recent}
-    settings = _overrides(overrides, variants=variants, seeds=seeds, **axes)
-    raise typer.Exit(run_flow(flow, preset, settings, force=force, dry_run=dry_run, json_output=json_output))
+    raise typer.Exit(
+        run_flow(
+            flow,
+            preset,
+            overrides or [],
+            flags=_flags(variants=variants, seeds=seeds, **axes),
+            force=force,
+            dry_run=dry_run,
+            json_output=json_output,
+        )
+    )
+
+
+@app.command()
+def up(
+    ray_dashboard: Annotated[
+        bool, typer.Option("--ray-dashboard", help="Also Ray with its dashboard; commands of this home run on it.")
+    ] = False,
+    serve_too: Annotated[
+        bool, typer.Option("--serve", help="Also serve runs, as [cyan]compactionrl serve[/].")
+    ] = False,
+    preset: Preset = "tiny",
+    cron: Cron = None,
+    limit: Limit = 1,
+) -> None:
+    """Start Prefect, MLflow and on request Ray's dashboard, print their links, and stop them on Ctrl-C.
+
+    Other commands on the same home find them: what they record can be watched while it runs.
+
+    [bold]Examples[/]
+
+    compactionrl up
+
+    compactionrl up --serve --cron "0 3 * * *"
+    """
+    from flows.session import guarded
+
+    with guarded():
+        from rich.console import Console
+
+        from flows.services import Home
+        from flows.up import ServeOptions, run_up
+        from tasks.errors import UserError
+
+        if cron and not serve_too:
+            raise UserError("--cron schedules runs that `up` alone does not serve: add --serve")
+        serving = ServeOptions(preset, cron, limit) if serve_too else None
+        run_up(Home.locate(), Console(), ray_dashboard=ray_dashboard, serve=serving)
+
+
+@app.command()
+def serve(preset: Preset = "tiny", cron: Cron = None, limit: Limit = 1) -> None:
+    """Register reproduce and sweep as Prefect deployments, and run what is asked for there, until Ctrl-C.
+
+    A run started on Prefect's page or by the schedule is the same as one from this command line. It needs a Prefect
+    server: [cyan]compactionrl up[/] in another terminal, or one of your own.
+
+    [bold]Examples[/]
+
+    compactionrl serve
+
+    compactionrl serve --preset tiny --cron "0 3 * * *"
+    """
+    from flows.session import guarded
+
+    with guarded():
+        from rich.console import Console
+
+        from flows.services import Home
+        from flows.up import ServeOptions, run_serve
+
+        run_serve(Home.locate(), Console(), ServeOptions(preset, cron, limit))
 
 
 @app.command()
@@ -219,9 +303,33 @@ def clean(
         clean_home(Home.locate(), everything=everything, dry_run=dry_run, yes=yes)
 
 
-def _overrides(overrides: list[str] | None, **flags: str | None) -> list[str]:
-    """Flags are overrides with a shorter name; `--set` comes last and wins."""
-    return [f"{name}={value}" for name, value in flags.items() if value is not None] + list(overrides or [])
+@app.command()
+def doctor(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove leftovers without asking.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; asks nothing.")] = False,
+) -> None:
+    """Check versions, disk and services; end dead runs; list, and on confirmation remove, what they left behind.
+
+    Nothing of a live command or of another home is touched. The exit code is 1 while a problem remains.
+
+    [bold]Examples[/]
+
+    compactionrl doctor
+
+    compactionrl doctor --yes --json
+    """
+    from flows.session import guarded
+
+    with guarded(json_output=json_output):
+        from flows.doctor import examine_home
+        from flows.services import Home
+
+        raise typer.Exit(examine_home(Home.locate(), yes=yes, json_output=json_output))
+
+
+def _flags(**flags: str | None) -> list[str]:
+    """Flags are overrides with a shorter name; `--set` comes after them and wins."""
+    return [f"{name}={value}" for name, value in flags.items() if value is not None]
 
 
 def main() -> None:

@@ -21,3 +21,6 @@ class RunOptions:
     """Return the plan only; `services` and `run` are None then"""
     services: Services | None = None
     run: RunFolder | None = None
+    preset: str = "tiny"
+    overrides: tuple[str, ...] = ()
+    """Preset and `--set` as they were given: with them Prefect shows a run, and starts it again"""

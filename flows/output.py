@@ -59,18 +59,24 @@ def _stage_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _result_table(result: Mapping[str, Any]) -> Table:
+def result_rows(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the table beside the paper's findings, as text."""
     from evaluation.analysis.pooling import PresetPoint
     from evaluation.analysis.tables import RESULT_COLUMNS, format_row, result_table
     from evaluation.results import CellResult
 
     cells = [CellResult.model_validate(cell) for cell in result["results"]]
-    point = PresetPoint.model_validate(result["preset_point"])
+    rows = result_table(cells, PresetPoint.model_validate(result["preset_point"]))
+    return list(RESULT_COLUMNS), [list(format_row(row)) for row in rows]
+
+
+def _result_table(result: Mapping[str, Any]) -> Table:
+    columns, rows = result_rows(result)
     table = Table(title="Results, beside the paper's", title_justify="left", padding=(0, 0, 0, 1))
-    for number, column in enumerate(RESULT_COLUMNS):
+    for number, column in enumerate(columns):
         table.add_column(column, no_wrap=number == 0, overflow="fold")
-    for row in result_table(cells, point):
-        table.add_row(*map(escape, format_row(row)))
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 

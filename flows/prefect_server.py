@@ -8,54 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import httpx
 from filelock import FileLock
 
-from tasks.errors import CommandError
+from flows.local_server import LocalServer, free_port
 from tasks.processes import ProcessId, stop_process
-
-STARTUP_SECONDS = 300.0
-"""A cold start takes 10–20 s on an idle machine; a loaded one is given more."""
-
-
-@dataclass(frozen=True)
-class RunningServer:
-    """A server that was started here; it may still be coming up."""
-
-    url: str
-    process: ProcessId
-    log: Path
-
-    def healthy(self) -> bool:
-        try:
-            # verify=False: loading certificates takes 20 ms a call, and loopback HTTP needs none
-            return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False, verify=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def wait_until_healthy(self) -> None:
-        """Raises CommandError with the end of the server's log if it dies or never answers."""
-        deadline = time.monotonic() + STARTUP_SECONDS
-        while not self.healthy():
-            if not self.process.alive():
-                raise CommandError(
-                    f"the local Prefect server ended at once; its log {self.log} says:\n{_tail(self.log)}"
-                )
-            if time.monotonic() > deadline:
-                raise CommandError(
-                    f"the local Prefect server did not answer within {STARTUP_SECONDS:.0f} s; "
-                    f"its log {self.log} says:\n{_tail(self.log)}"
-                )
-            time.sleep(0.1)
 
 
 class PrefectServer:
@@ -68,7 +31,7 @@ class PrefectServer:
         self.lock = FileLock(folder / "server.lock")
 
     @contextmanager
-    def using(self) -> Iterator[RunningServer]:
+    def using(self, preferred_port: int = 0) -> Iterator[LocalServer]:
         """Find or start the server and hold it: it may still be starting, see `wait_until_healthy`."""
         mine = self.users / f"{os.getpid()}-{time.monotonic_ns()}.json"
         server = None
@@ -76,7 +39,7 @@ class PrefectServer:
             with self.lock:
                 self.users.mkdir(parents=True, exist_ok=True)
                 mine.write_text(json.dumps(asdict(ProcessId.current())))
-                server = self.running() or self._start()
+                server = self.running() or self._start(preferred_port)
             yield server
         finally:
             with self.lock:
@@ -84,14 +47,13 @@ class PrefectServer:
                 if server and not self.live_users():  # known from here: somebody may have deleted the whole home
                     self._stop(server)
 
-    def running(self) -> RunningServer | None:
+    def running(self) -> LocalServer | None:
         """The recorded server, if its very process is alive."""
         try:
-            raw = json.loads(self.record.read_text())
-            server = RunningServer(raw["url"], ProcessId(**raw["process"]), Path(raw["log"]))
+            server = LocalServer.from_json(json.loads(self.record.read_text()))
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return server if server.process.host == socket.gethostname() and server.process.alive() else None
+        return server if server.running() else None
 
     def live_users(self) -> list[ProcessId]:
         """Commands that hold the server; files of dead ones are removed."""
@@ -116,23 +78,17 @@ class PrefectServer:
             self._stop(server)
             return True
 
-    def _start(self) -> RunningServer:
-        port = _free_port()
-        log = self.folder / "server.log"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self.folder,  # no prefect.toml or pyproject.toml of the user's is picked up
-                start_new_session=True,  # a Ctrl-C in the terminal must not take it before the flow has ended
-            )
-        server = RunningServer(f"http://127.0.0.1:{port}/api", ProcessId.of(process.pid), log)
-        content = {"url": server.url, "process": asdict(server.process), "log": str(log)}
+    def _start(self, preferred_port: int) -> LocalServer:
+        port = free_port(preferred_port)
+        server = LocalServer.start(
+            "the local Prefect server",
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            f"http://127.0.0.1:{port}/api",
+            self.folder / "server.log",
+            environment=self._environment(),
+        )
         temporary = self.record.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content, indent=2))
+        temporary.write_text(json.dumps(server.to_json(), indent=2))
         temporary.replace(self.record)
         return server
 
@@ -147,19 +103,6 @@ class PrefectServer:
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         }
 
-    def _stop(self, server: RunningServer) -> None:
+    def _stop(self, server: LocalServer) -> None:
         stop_process(server.process)
         self.record.unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _tail(path: Path, lines: int = 15) -> str:
-    try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return "(no log)"

@@ -16,8 +16,10 @@ from evaluation.results import CellResult
 from flows.chain import Chain, Plan, in_order
 from flows.experiment import Experiment
 from flows.options import RunOptions
+from flows.pages import flow_run_page, mlflow_note, publish_mlflow_link, publish_result
 from flows.runs import RunFolder
 from flows.services import Home
+from tasks.artifacts import PrefectProgress, Publisher
 from tasks.caching import Manifest, StageStore, sha256_json, write_durably
 from tasks.cluster import Cluster
 from tasks.errors import CommandError
@@ -32,21 +34,11 @@ VERSIONED = ("torch", "transformers", "ray", "prefect", "mlflow", "numpy", "pand
 
 def run_reproduce(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
     """Runs (or with `options.dry_run` plans) the reproduction; the object is what `--json` prints."""
-    return run_plan(Plan(experiment), options, "reproduce")
-
-
-def run_plan(plan: Plan, options: RunOptions, flow_name: str) -> dict[str, Any]:
-    """The plan as a Prefect flow."""
     if options.dry_run:
-        return describe(plan, options)
-    from prefect import flow
+        return describe(Plan(experiment), options)
+    from flows.deployments import reproduce, run_as_command
 
-    @flow(name=flow_name, flow_run_name=options.run.name if options.run else None, persist_result=False)
-    async def run(preset: str, variants: list[str], seeds: list[int]) -> dict[str, Any]:
-        return await _run(plan, options)
-
-    e = plan.experiment
-    return asyncio.run(run(e.name, list(e.variants), list(e.seeds)))
+    return run_as_command(reproduce, experiment, options)
 
 
 def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
@@ -62,7 +54,8 @@ def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
     }
 
 
-async def _run(plan: Plan, options: RunOptions) -> dict[str, Any]:
+async def run_plan(plan: Plan, options: RunOptions) -> dict[str, Any]:
+    """Runs the plan inside a Prefect flow run."""
     if options.services is None or options.run is None:
         raise ValueError("a run needs services and a run folder")
     from prefect.runtime import flow_run
@@ -71,22 +64,34 @@ async def _run(plan: Plan, options: RunOptions) -> dict[str, Any]:
     config = experiment.model_dump(mode="json")
     cluster = Cluster(services.ray_address, run.name, run.logs)
     artifacts = options.home.mlflow_artifacts if services.mlflow_is_ours else None
-    tags = {"prefect_flow_run_id": flow_run.id, "run_folder": str(run.path)}
+    flow_run_id = str(flow_run.id)
+    tags = {"prefect_flow_run_id": flow_run_id, "run_folder": str(run.path)}
+    links = {
+        "prefect_flow_run_url": flow_run_page(services, flow_run_id),
+        "mlflow.note.content": mlflow_note(services, run, flow_run_id),
+    }
     try:
-        with Tracker.open(
-            services.mlflow_uri,
-            preset=experiment.name,
-            config=config,
-            config_digest=sha256_json(config),
-            artifacts=artifacts,
-            name=run.name,
-            tags=tags,
-        ) as tracker:
-            run.update(mlflow_run_id=tracker.parent.run_id, prefect_flow_run_id=flow_run.id)
+        with (
+            Publisher.open() as publisher,
+            Tracker.open(
+                services.mlflow_uri,
+                preset=experiment.name,
+                config=config,
+                config_digest=sha256_json(config),
+                artifacts=artifacts,
+                name=run.name,
+                tags=tags,
+            ) as tracker,
+        ):
+            parent = tracker.parent
+            ids = {"mlflow_run_id": parent.run_id, "mlflow_experiment_id": parent.experiment_id}
+            run.update(**ids, prefect_flow_run_id=flow_run_id)
+            parent.set_tags(links)
+            publish_mlflow_link(publisher, services, run.record)
             runner = StageRunner(
                 StageStore(options.home.stages),
                 tracker,
-                options.progress,
+                PrefectProgress(options.progress, publisher),
                 cluster,
                 asyncio.Semaphore(os.cpu_count() or 1),
                 force=options.force,
@@ -94,7 +99,9 @@ async def _run(plan: Plan, options: RunOptions) -> dict[str, Any]:
             )
             chain = Chain(plan, runner)
             await chain.run()
-            return _finish(plan, chain, run, tracker)
+            result = _finish(plan, chain, run, tracker)
+            publish_result(publisher, services, run, result)
+            return result
     finally:
         cluster.close()
 
@@ -114,7 +121,7 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[
         "mlflow_run_id": tracker.parent.run_id,
     }
     write_durably(run.results, json.dumps(result, indent=1, allow_nan=False))
-    run.update(errors=result["errors"])
+    run.update(errors=result["errors"], status=result["status"])
     report = write_run_report(run, chain.runner.store.root)
     tracker.parent.log_file(report)
     tracker.parent.log_file(run.results)
@@ -138,10 +145,6 @@ def provenance(experiment: Experiment) -> dict[str, Any]:
 
 def rebuild_report(home: Home, run: RunFolder) -> Path:
     """Writes report.html again from what the run left on disk. Raises CommandError where it has no results."""
-    if not run.results.exists():
-        raise CommandError(
-            f"{run.path} has no results.json: the run did not get that far; resume it: {run.record['command']}"
-        )
     return write_run_report(run, home.stages)
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from flows.local_server import LocalServer
 from flows.prefect_server import PrefectServer
+from flows.standing import StandingRecord
 from tasks.errors import CommandError, UserError
 
+LOCAL = "local server"
 QUIET_AND_OFFLINE = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # DO_NOT_TRACK alone does not stop the server's telemetry
@@ -110,31 +114,49 @@ class Services:
     mlflow_uri: str
     mlflow_is_ours: bool
     ray_address: str | None
-    """RAY_ADDRESS, or None: start an own cluster with address="local\""""
+    """None: start an own cluster with address="local\""""
+    ray_origin: str = "RAY_ADDRESS"
 
     @property
     def description(self) -> str:
         mlflow = str(self.home.mlflow_database) if self.mlflow_is_ours else f"{self.mlflow_uri} (MLFLOW_TRACKING_URI)"
-        ray = f"{self.ray_address} (RAY_ADDRESS)" if self.ray_address else "local"
+        ray = f"{self.ray_address} ({self.ray_origin})" if self.ray_address else "local"
         return f"Prefect: {self.prefect_url} ({self.prefect_origin}) · MLflow: {mlflow} · Ray: {ray}"
 
     @property
-    def open_commands(self) -> dict[str, str]:
-        """How to look at what was recorded, by service."""
-        return {"mlflow": self._open_mlflow(), "prefect": self._open_prefect()}
-
-    def _open_mlflow(self) -> str:
+    def mlflow_page(self) -> str | None:
+        """Where MLflow can be looked at now."""
         if not self.mlflow_is_ours:
-            return self.mlflow_uri
-        return f"{_beside_python('mlflow')} ui --backend-store-uri '{self.mlflow_uri}' --port 5000"
+            return self.mlflow_uri if self.mlflow_uri.startswith("http") else None
+        standing = StandingRecord(self.home.root).read()
+        return standing.mlflow if standing else None
 
-    def _open_prefect(self) -> str:
-        if self.prefect_origin != "local server":
+    @property
+    def prefect_page(self) -> str | None:
+        """Where Prefect can be looked at after this command too: a server that it started itself ends with it."""
+        if self.prefect_origin != LOCAL:
             return self.prefect_url.removesuffix("/api")
-        return f"PREFECT_HOME='{self.home.prefect}' {_beside_python('prefect')} server start"
+        standing = StandingRecord(self.home.root).read()
+        return standing.prefect if standing else None
+
+    def mlflow_run_page(self, experiment_id: str, run_id: str, part: str = "") -> str | None:
+        page = self.mlflow_page
+        return f"{page}/#/experiments/{experiment_id}/runs/{run_id}{part}" if page else None
+
+    def how_to_open(self, run: Mapping[str, Any]) -> dict[str, str]:
+        """How to look at the run that `run` (what run.json holds) records, by service: a link, or a command."""
+        mlflow, prefect = self.mlflow_page, self.prefect_page
+        if mlflow and (experiment_id := run.get("mlflow_experiment_id")):
+            mlflow = self.mlflow_run_page(experiment_id, run["mlflow_run_id"])
+        if prefect and (flow_run_id := run.get("prefect_flow_run_id")):
+            prefect = f"{prefect}/runs/flow-run/{flow_run_id}"
+        return {
+            "mlflow": mlflow or f"{beside_python('mlflow')} ui --backend-store-uri '{self.mlflow_uri}' --port 5000",
+            "prefect": prefect or f"PREFECT_HOME='{self.home.prefect}' {beside_python('prefect')} server start",
+        }
 
 
-def _beside_python(command: str) -> str:
+def beside_python(command: str) -> str:
     path = Path(sys.executable).parent / command
     return str(path) if path.exists() else command
 
@@ -189,38 +211,67 @@ def up(home: Home, announce: Callable[[Services], None] = lambda services: None)
     """Find or start the services, and leave no process behind. `announce` is told at once, before they are ready.
 
     A local Prefect server is shared by all commands on this home: the first starts it, the last one out stops it.
-    Raises UserError where a service that the user named does not answer.
+    Raises CommandError where a service that the user named does not answer.
     """
     home.create()
-    found = configured_prefect()
     prepare_environment(home)
     with ExitStack() as stack:
-        if found:
-            url, origin = found
-            _require_answer("Prefect", f"{url.rstrip('/')}/health", origin)
-        else:
-            server = stack.enter_context(PrefectServer(home.prefect).using())
-            url, origin = server.url, "local server"
-        mlflow_uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if mlflow_uri and mlflow_uri.startswith("http"):
-            _require_answer("MLflow", f"{mlflow_uri.rstrip('/')}/health", "MLFLOW_TRACKING_URI")
-        services = Services(
-            home=home,
-            prefect_url=url,
-            prefect_origin=origin,
-            mlflow_uri=mlflow_uri or sqlite_uri(home.mlflow_database),
-            mlflow_is_ours=not mlflow_uri,
-            ray_address=os.environ.get("RAY_ADDRESS") or None,
-        )
+        url, origin, server = stack.enter_context(prefect_server(home))
+        services = services_on(home, url, origin)
         announce(services)
-        if services.mlflow_is_ours:
-            from tasks.tracking import initialise_database
-
-            initialise_database(home.mlflow_database, home.mlflow_artifacts)
-        if not found:  # the imports above ran while the server was starting
+        prepare_mlflow(services)
+        if server:  # the imports above ran while it was starting
             server.wait_until_healthy()
         stack.enter_context(_prefect_at(url))
         yield services
+
+
+@contextmanager
+def prefect_server(home: Home, preferred_port: int = 0) -> Iterator[tuple[str, str, LocalServer | None]]:
+    """The API's URL, who chose it, and where it is a local server that one, which may still be starting."""
+    if found := configured_prefect():
+        url, origin = found
+        _require_answer("Prefect", f"{url.rstrip('/')}/health", origin)
+        yield url, origin, None
+    else:
+        with PrefectServer(home.prefect).using(preferred_port) as server:
+            yield server.url, LOCAL, server
+
+
+def services_of_a_deployment(home: Home) -> Services:
+    """What a run talks to that a Prefect server started: that server, and the rest as for every command."""
+    home.create()
+    prepare_environment(home)
+    url, origin = configured_prefect() or ("", "")
+    services = services_on(home, url, origin)
+    prepare_mlflow(services)
+    return services
+
+
+def services_on(home: Home, prefect_url: str, prefect_origin: str) -> Services:
+    """The services besides Prefect, as the environment, `compactionrl up` or nobody has chosen them."""
+    mlflow_uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if mlflow_uri and mlflow_uri.startswith("http"):
+        _require_answer("MLflow", f"{mlflow_uri.rstrip('/')}/health", "MLFLOW_TRACKING_URI")
+    ray_address, ray_origin = os.environ.get("RAY_ADDRESS") or None, "RAY_ADDRESS"
+    if ray_address is None and (standing := StandingRecord(home.root).read()):
+        ray_address, ray_origin = standing.ray_address, "compactionrl up"
+    return Services(
+        home=home,
+        prefect_url=prefect_url,
+        prefect_origin=prefect_origin,
+        mlflow_uri=mlflow_uri.rstrip("/") if mlflow_uri else sqlite_uri(home.mlflow_database),
+        mlflow_is_ours=not mlflow_uri,
+        ray_address=ray_address,
+        ray_origin=ray_origin,
+    )
+
+
+def prepare_mlflow(services: Services) -> None:
+    if services.mlflow_is_ours:
+        from tasks.tracking import initialise_database
+
+        initialise_database(services.home.mlflow_database, services.home.mlflow_artifacts)
 
 
 def sqlite_uri(path: Path) -> str:

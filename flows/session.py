@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = {"ok": 0, "failed": 1, "partial": 3}
 INTERRUPTED, TERMINATED = 130, 143
+DISK_FULL = "the disk is full; free some space (`compactionrl clean` lists what can go) and run this again"
 LOGGERS = ("compactionrl", "compaction", "rl", "evaluation", "tasks", "flows")
 """Prefect configures the root logger anew; these stay ours."""
 
@@ -48,35 +50,60 @@ def run_flow(
     preset: str,
     overrides: Sequence[str],
     *,
+    flags: Sequence[str] = (),
     force: bool,
     dry_run: bool,
     json_output: bool,
 ) -> int:
-    """Run one flow and return the exit code."""
+    """Run one flow and return the exit code. `flags` are overrides that have an option of their own."""
     with guarded(json_output=json_output):
-        from flows.experiment import load_experiment
+        from flows.options import RunOptions
+        from tasks.progress import open_progress
 
-        experiment = load_experiment(preset, overrides)
+        request = Request(flow.__name__, preset, tuple(flags), tuple(overrides), force)
+        experiment = request.experiment()
         home = Home.locate()
         if dry_run:
-            return _plan(flow, experiment, home, force, json_output)
-        return _run(flow, experiment, home, force, json_output)
+            with open_progress("log") as progress:
+                plan = flow(experiment, RunOptions(home=home, progress=progress, force=force, dry_run=True))
+            return _show_plan(plan, json_output)
+        return _run(flow, experiment, request, home, json_output)
     raise AssertionError("guarded leaves by an exception")
 
 
-def _plan(
-    flow: Callable[[Experiment, RunOptions], dict[str, Any]],
-    experiment: Experiment,
-    home: Home,
-    force: bool,
-    json_output: bool,
-) -> int:
-    from flows.options import RunOptions
-    from flows.output import print_plan
-    from tasks.progress import open_progress
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, on the command line or in Prefect's form."""
 
-    with open_progress("log") as progress:
-        plan = flow(experiment, RunOptions(home=home, progress=progress, force=force, dry_run=True))
+    flow: str
+    preset: str
+    flags: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    force: bool = False
+
+    def experiment(self) -> Experiment:
+        """Raises UserError: everything is checked before anything starts."""
+        from flows.experiment import load_experiment
+
+        return load_experiment(self.preset, [*self.flags, *self.overrides])
+
+    @property
+    def portable_preset(self) -> str:
+        """As it can be given again from another folder."""
+        path = Path(self.preset).expanduser()
+        return str(path.resolve()) if path.suffix and path.is_file() else self.preset
+
+    @property
+    def command(self) -> list[str]:
+        """The same on the command line."""
+        settings = [word for setting in (*self.flags, *self.overrides) for word in ("--set", setting)]
+        force = ["--force"] if self.force else []
+        return ["compactionrl", self.flow, "--preset", self.portable_preset, *settings, *force]
+
+
+def _show_plan(plan: dict[str, Any], json_output: bool) -> int:
+    from flows.output import print_plan
+
     if json_output:
         print(json.dumps(plan, indent=2, allow_nan=False))
     else:
@@ -87,8 +114,8 @@ def _plan(
 def _run(
     flow: Callable[[Experiment, RunOptions], dict[str, Any]],
     experiment: Experiment,
+    request: Request,
     home: Home,
-    force: bool,
     json_output: bool,
 ) -> int:
     from flows.options import RunOptions
@@ -107,8 +134,17 @@ def _run(
         progress = stack.enter_context(open_progress("log" if json_output else "auto"))
         services = stack.enter_context(up(home, announce=lambda services: progress.note(services.description)))
         _end_dead_runs(home, services.mlflow_uri, progress.note)
-        options = RunOptions(home=home, progress=progress, force=force, services=services, run=run)
-        result = flow(experiment, options) | {"services": services.description, "open": services.open_commands}
+        options = RunOptions(
+            home=home,
+            progress=progress,
+            force=request.force,
+            services=services,
+            run=run,
+            preset=request.portable_preset,
+            overrides=request.overrides,
+        )
+        result = flow(experiment, options)
+        result |= {"services": services.description, "open": services.how_to_open(run.record)}
         run.update(status=result["status"])
     if json_output:
         print(json.dumps(result, indent=2, allow_nan=False), flush=True)
@@ -117,23 +153,48 @@ def _run(
     return EXIT_CODES[result["status"]]
 
 
+@contextmanager
+def deployed_run(request: Request) -> Iterator[tuple[Experiment, RunOptions]]:
+    """What a command opens for its flow, for a flow run that Prefect has started. Raises CommandError."""
+    from flows.options import RunOptions
+    from flows.runs import create_run
+    from flows.services import services_of_a_deployment
+    from tasks.progress import open_progress
+
+    experiment = request.experiment()
+    home = Home.locate()
+    services = services_of_a_deployment(home)
+    run = create_run(home, experiment.name, _in_home(request.command), experiment.model_dump(mode="json"))
+    try:
+        with _recorded(run), _logging_to(run.logs / "run.log"), open_progress("log") as progress:
+            progress.note(services.description)
+            _end_dead_runs(home, services.mlflow_uri, progress.note)
+            yield experiment, RunOptions(home=home, progress=progress, force=request.force, services=services, run=run)
+    except Exception as error:
+        if is_disk_full(error):
+            raise CommandError(DISK_FULL) from error
+        raise
+
+
 def _command_line() -> str:
     """The command as a person would type it again, from the same folder."""
     program = "compactionrl" if shutil.which("compactionrl") else sys.argv[0]
+    return _in_home([program, *sys.argv[1:]])
+
+
+def _in_home(command: Sequence[str]) -> str:
     home = os.environ.get("COMPACTIONRL_HOME")
     prefix = f"COMPACTIONRL_HOME={shlex.quote(home)} " if home else ""
-    return prefix + shlex.join([program, *sys.argv[1:]])
+    return prefix + shlex.join(command)
 
 
 def _end_dead_runs(home: Home, mlflow_uri: str, note: Callable[[str], None]) -> None:
-    from flows.runs import all_runs
-    from tasks.tracking import end_dead_runs
+    from flows import runs
+    from tasks import tracking
 
-    if dead := end_dead_runs(mlflow_uri):
+    if dead := tracking.end_dead_runs(mlflow_uri):
         note(f"ended {len(dead)} MLflow runs whose process is gone: {', '.join(dead)}")
-    for run in all_runs(home):
-        if run.record.get("status") == "running" and not run.is_running():
-            run.update(status="killed")
+    runs.end_dead_runs(home)
 
 
 @contextmanager
@@ -155,8 +216,7 @@ def guarded(*, json_output: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         if is_disk_full(error):
-            full = "the disk is full; free some space (`compactionrl clean` lists what can go) and run this again"
-            _fail(full, 1, json_output, error)
+            _fail(DISK_FULL, 1, json_output, error)
         log = _write_traceback(error)
         _fail(f"{type(error).__name__}: {error}\nThis is a bug; the traceback is in {log}", 1, json_output, error)
     finally:
@@ -187,7 +247,10 @@ def _write_traceback(error: Exception) -> Path:
 
 @contextmanager
 def _recorded(run: RunFolder) -> Iterator[None]:
-    """run.json says how the command ended, whatever ends it."""
+    """run.json says how the command ended, whatever ends it; what it starts meanwhile carries the run's name."""
+    from flows.runs import RUN_VARIABLE
+
+    os.environ[RUN_VARIABLE] = str(run.path)
     ending: dict[str, Any] = {}
     try:
         yield

@@ -7,9 +7,13 @@ from typing import Any
 from flows.chain import Plan
 from flows.experiment import Experiment
 from flows.options import RunOptions
-from flows.reproduce import run_plan
+from flows.reproduce import describe
 
 
 def run_sweep(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
     """Runs (or plans) the full product; checkpoints that a reproduction made are reused."""
-    return run_plan(Plan(experiment, full_product=True), options, "sweep")
+    if options.dry_run:
+        return describe(Plan(experiment, full_product=True), options)
+    from flows.deployments import run_as_command, sweep
+
+    return run_as_command(sweep, experiment, options)

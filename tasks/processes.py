@@ -42,8 +42,11 @@ class ProcessId:
             return False
 
 
-def stop_process(identity: ProcessId, *, patience: float = 10.0) -> None:
-    """End a process and its children: first asked, after `patience` seconds killed. Does nothing if it is gone."""
+def stop_process(identity: ProcessId, *, patience: float = 10.0, head_only: bool = False) -> None:
+    """End a process and its children: first asked, after `patience` seconds killed. Does nothing if it is gone.
+
+    `head_only`: only the process itself is asked; it ends its children in its own way.
+    """
     if not identity.alive():
         return
     try:
@@ -51,7 +54,7 @@ def stop_process(identity: ProcessId, *, patience: float = 10.0) -> None:
         family = [process, *process.children(recursive=True)]
     except psutil.Error:
         return
-    for member in family:
+    for member in [process] if head_only else family:
         _signal(member, "terminate")
     _, stubborn = psutil.wait_procs(family, timeout=patience)
     for member in stubborn:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compaction.protocols import InfrastructureError
 from compaction.window import WindowTooSmall
@@ -17,6 +18,9 @@ from tasks.cluster import Cluster
 from tasks.errors import CommandError, UserError
 from tasks.progress import ProgressSink, StageProgress
 from tasks.tracking import TrackedRun, Tracker
+
+if TYPE_CHECKING:
+    from prefect.states import State
 
 AGAIN = "the same command again goes on from the last checkpoint"
 EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
@@ -69,6 +73,13 @@ def explained(title: str) -> Iterator[None]:
         raise kind(f"{title}: {text}. {advice}".rstrip()) from error
 
 
+def failed(error: CommandError) -> State:
+    """How a Prefect run ends by what is no bug: with the message alone. Who called it gets the error itself."""
+    from prefect.states import Failed
+
+    return Failed(message=str(error), data=error)
+
+
 Body = Callable[[StageRun], Awaitable[dict[str, Any]]]
 """Writes the stage's files and returns its small result"""
 
@@ -101,8 +112,11 @@ class StageRunner:
         from prefect.cache_policies import NO_CACHE
 
         @task(name=spec.stage, task_run_name=spec.title, cache_policy=NO_CACHE, persist_result=False)
-        async def stage() -> StageOutcome:
-            return await self._outcome(spec, body, total, unit, tags, params)
+        async def stage() -> StageOutcome | State:
+            try:
+                return await self._outcome(spec, body, total, unit, tags, params)
+            except CommandError as error:
+                return failed(error)
 
         outcome = await stage()
         self._record(spec, outcome)
@@ -124,12 +138,13 @@ class StageRunner:
                 else self.tracker.cell(spec.title, params, tags)
             )
             async with self.slots:
+                started = time.monotonic()
                 with recording as tracked, self.progress.stage(spec.title, total, unit) as progress:
                     if params is None:
                         tracked.log_config(spec.settings)
                     with explained(spec.title):
                         result = await body(StageRun(folder, tracked, progress))
-                    return Produced(result, tracked.run_id)
+                    return Produced(result, time.monotonic() - started, tracked.run_id)
 
         outcome = await self.store.run(spec, produce, force=self.force, on_wait=self.progress.note)
         if outcome.cached:

@@ -98,7 +98,7 @@ def test_a_recorded_server_counts_only_while_its_very_process_lives(tmp_path: Pa
 
     def record(created: float) -> None:
         content = {"host": identity.host, "pid": identity.pid, "created": created}
-        server.record.write_text(json.dumps({"url": "http://x/api", "process": content, "log": "x"}))
+        server.record.write_text(json.dumps({"name": "x", "url": "http://x/api", "process": content, "log": "x"}))
 
     record(identity.created)
     assert server.running() is not None

@@ -1,0 +1,130 @@
+"""The flows as Prefect knows them: at module level, with flat parameters that its UI makes a form of.
+
+The command line runs these very flows and hands over what it has opened (run folder, progress, services); a run that
+Prefect starts, from its UI, a schedule or a work pool, opens the same by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Annotated, Any
+
+from prefect import Flow, flow
+from prefect.runtime import flow_run
+from prefect.states import Completed
+from pydantic import Field
+
+from flows.chain import Plan
+from flows.experiment import Experiment, Variant
+from flows.options import RunOptions
+from flows.reproduce import run_plan
+from flows.session import Request, deployed_run
+from tasks.errors import CommandError
+from tasks.stages import failed
+
+COMMAND: ContextVar[tuple[Experiment, RunOptions] | None] = ContextVar("COMMAND", default=None)
+"""What the command line has opened; None in a run that Prefect started"""
+Size = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+def _run_name() -> str:
+    """The run folder's name; a run that Prefect started keeps the one it has there."""
+    command = COMMAND.get()
+    return command[1].run.name if command and command[1].run else str(flow_run.name)
+
+
+@flow(flow_run_name=_run_name, persist_result=False)
+async def reproduce(
+    preset: str = "tiny",
+    variants: tuple[Variant, ...] = (),
+    seeds: tuple[int, ...] = (),
+    overrides: tuple[str, ...] = (),
+    force: bool = False,
+) -> Any:
+    """Train the variants, evaluate them over one-factor sweeps and write the report.
+
+    Args:
+        preset: Name of a preset (tiny, smoke) or path of a YAML file.
+        variants: Policies to compare; none = those of the preset.
+        seeds: Training seeds; none = those of the preset.
+        overrides: Settings to change, each as KEY=VALUE, for example ppo.steps=20.
+        force: Run every stage again, finished or not.
+    """
+    request = Request("reproduce", preset, flags_of(variants=variants, seeds=seeds), overrides, force)
+    return await _run(request, Plan)
+
+
+@flow(flow_run_name=_run_name, persist_result=False)
+async def sweep(
+    preset: str = "tiny",
+    windows: tuple[Size, ...] = (),
+    caps: tuple[Count, ...] = (),
+    keep_recent: tuple[Count, ...] = (),
+    variants: tuple[Variant, ...] = (),
+    seeds: tuple[int, ...] = (),
+    overrides: tuple[str, ...] = (),
+    force: bool = False,
+) -> Any:
+    """Evaluate every combination of window, cap and keep_recent.
+
+    Args:
+        preset: Name of a preset (tiny, smoke) or path of a YAML file.
+        windows: Windows in tokens; none = those of the preset.
+        caps: Most compactions per rollout, 0 = a single window; none = those of the preset.
+        keep_recent: Numbers of recent turns kept verbatim; none = those of the preset.
+        variants: Policies to compare; none = those of the preset.
+        seeds: Training seeds; none = those of the preset.
+        overrides: Settings to change, each as KEY=VALUE, for example evaluation.n_tasks=100.
+        force: Run every stage again, finished or not.
+    """
+    axes = {"evaluation.windows": windows, "evaluation.caps": caps, "evaluation.keep_recents": keep_recent}
+    request = Request("sweep", preset, flags_of(variants=variants, seeds=seeds, **axes), overrides, force)
+    return await _run(request, partial(Plan, full_product=True))
+
+
+def flags_of(**values: tuple[Any, ...]) -> tuple[str, ...]:
+    """Parameters that were filled in, as overrides."""
+    return tuple(f"{name}={','.join(map(str, value))}" for name, value in values.items() if value)
+
+
+async def _run(request: Request, make_plan: Callable[[Experiment], Plan]) -> Any:
+    """The plan's result. What is no bug ends the run as Failed with one message, as the command line would print it."""
+    try:
+        if command := COMMAND.get():
+            experiment, options = command
+            result = await run_plan(make_plan(experiment), options)
+        else:
+            with deployed_run(request) as (experiment, options):
+                result = await run_plan(make_plan(experiment), options)
+    except CommandError as error:
+        return failed(error)
+    if result["status"] == "partial":
+        return Completed(name="PartiallyCompleted", message="; ".join(result["errors"]), data=result)
+    return result
+
+
+def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+    """Run a flow with what the command line has opened. Its parameters say what was asked for, as the form would."""
+    e, parameters = experiment, {}
+    if prefect_flow is sweep:
+        axes = e.evaluation
+        parameters = {"windows": axes.windows, "caps": axes.caps, "keep_recent": axes.keep_recents}
+    token = COMMAND.set((experiment, options))
+    try:
+        result: dict[str, Any] = asyncio.run(
+            prefect_flow(
+                preset=options.preset,
+                variants=e.variants,
+                seeds=e.seeds,
+                overrides=options.overrides,
+                force=options.force,
+                **parameters,
+            )
+        )
+    finally:
+        COMMAND.reset(token)
+    return result
