@@ -12,13 +12,14 @@ RESULTS := $(or $(COMPACTIONRL_HOME),compactionrl-data)
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help reproduce test lint benchmarks claims resolve install clean
+.PHONY: help reproduce test lint benchmarks claims soak resolve install clean
 
 help:
 	@echo "make reproduce    the tiny reproduction: trains, evaluates, prints the result table"
 	@echo "make test         the tests"
 	@echo "make lint         ruff, import contracts, mypy"
 	@echo "make claims       the reproduction with all variants and three seeds, checked against the paper's findings"
+	@echo "make soak         random kills on a whole run, until twenty of them are survived; the log goes to tests/logs"
 	@echo "make benchmarks   speed measurements"
 	@echo "make resolve      checks the pins with a resolver for Linux and macOS (needs uv and network)"
 	@echo "make install      only makes $(VENV)"
@@ -40,6 +41,10 @@ claims: $(INSTALLED)
 	@mkdir -p $(RESULTS)
 	$(BIN)/compactionrl reproduce --preset tiny --variants all --seeds 0,1,2 --json $(ARGS) > $(RESULTS)/claims.json
 	@$(BIN)/python -m tests.claims $(RESULTS)/claims.json
+
+soak: $(INSTALLED)
+	@mkdir -p tests/logs
+	@$(BIN)/python -m tests.soak $(ARGS) > tests/logs/soak.log; status=$$?; cat tests/logs/soak.log; exit $$status
 
 benchmarks: $(INSTALLED)
 	@$(BIN)/python -m tests.benchmarks

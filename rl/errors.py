@@ -19,7 +19,7 @@ class WorkerLost(TrainingError):
     """A worker or trainer process died and was not, or could not be, replaced."""
 
 
-class WorkerDied(TrainingError):
+class WorkerDied(Exception):
     """A rollout worker died during a call; it has been replaced, and the call may be made again."""
 
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -141,6 +140,8 @@ class Produced:
     """What a stage hands over beside its files."""
 
     result: dict[str, Any]
+    seconds: float
+    """What it took, waiting for a free place not counted"""
     mlflow_run_id: str | None = None
 
 
@@ -216,7 +217,6 @@ class StageStore:
         if fresh and work.exists():
             shutil.rmtree(work)
         work.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
         produced = await produce(work)
         manifest = Manifest(
             stage=spec.stage,
@@ -227,7 +227,7 @@ class StageStore:
             code=spec.code,
             files=describe_files(work),
             result=json.loads(canonical_json(produced.result)),
-            seconds=round(time.monotonic() - started, 3),
+            seconds=round(produced.seconds, 3),
             created=datetime.now(UTC).isoformat(),
             mlflow_run_id=produced.mlflow_run_id,
         )

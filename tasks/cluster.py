@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -10,15 +11,20 @@ import socket
 import tempfile
 import threading
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tasks.errors import CommandError
+from tasks.processes import ProcessId
 
 OBJECT_STORE_BYTES = 150 * 2**20
 START_ATTEMPTS = 3
+RAY_FOLDERS = Path("/tmp/crl-ray-*")
+"""Short: Ray puts Unix sockets below them, and their paths are limited to about a hundred characters."""
+OWNER = "owner.json"
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 
 logger = logging.getLogger(__name__)
@@ -67,8 +73,7 @@ class Cluster:
         import ray
 
         for attempt in range(1, START_ATTEMPTS + 1):
-            # Short: Ray puts Unix sockets below it, and their paths are limited to about a hundred characters.
-            self._temporary = tempfile.mkdtemp(prefix="crl-ray-", dir="/tmp")
+            self._temporary = self._make_temporary()
             try:
                 ray.init(
                     address="local",
@@ -100,6 +105,13 @@ class Cluster:
         self._joined = False
         self._remove_temporary()
 
+    def _make_temporary(self) -> str:
+        """A folder that says whose it is."""
+        folder = tempfile.mkdtemp(prefix=RAY_FOLDERS.name.rstrip("*"), dir=RAY_FOLDERS.parent)
+        owner = asdict(ProcessId.current()) | {"logs": str(self._log_folder.resolve())}
+        Path(folder, OWNER).write_text(json.dumps(owner))
+        return folder
+
     def _remove_temporary(self) -> None:
         if self._temporary is None:
             return
@@ -113,6 +125,15 @@ class Cluster:
             )
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary = None
+
+
+def owner_of(folder: Path) -> tuple[ProcessId, Path] | None:
+    """The process that started Ray in that folder, and where it keeps its logs; None where the folder does not say."""
+    try:
+        owner = json.loads((folder / OWNER).read_text())
+        return ProcessId(owner["host"], owner["pid"], owner["created"]), Path(owner["logs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def end_processes_of(folder: str) -> None:

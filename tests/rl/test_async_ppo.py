@@ -46,7 +46,7 @@ def versions(rollout: Rollout) -> set[int]:
 
 def test_every_step_trains_a_whole_batch_and_every_started_rollout_is_trained_once(small_checkpoint: Path) -> None:
     events = Events()
-    loop, worker, trainer = local_loop(small_checkpoint, emit=events.emit, steps=4, max_staleness=2)
+    loop, worker, _ = local_loop(small_checkpoint, emit=events.emit, steps=4, max_staleness=2)
     results = collect(loop)
     assert [r.step for r in results] == [0, 1, 2, 3]
     assert [len(r.rollouts) for r in results] == [8] * 4

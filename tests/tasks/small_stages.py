@@ -1,9 +1,9 @@
 """A small critic and PPO stage, as the flow runs them; as a program, a run that is killed −9 in the midst of a call.
 
-    python -m tests.tasks.small_stages CHECKPOINT STORE LABEL RAY_ADDRESS CALL STEP DELAY
+    python -m tests.tasks.small_stages CHECKPOINT STORE LABEL RAY_ADDRESS MAX_STALENESS CALL STEP DELAY
 
-kills itself and its actors, as a power cut would, DELAY seconds into a CALL (rollouts, update_policy or checkpoint)
-of one STEP.
+kills itself and its actors, as a power cut would, DELAY seconds into a CALL (rollouts, in the asynchronous loop
+rollout, update_policy or checkpoint) of one STEP.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from tasks.ppo import LoopSettings, Training, critic_body, critic_spec, ppo_body
 from tasks.stages import Body, StageRun
 from tests.rl.small import WORLD, agent_settings
 
+ROOT = Path(__file__).parents[2]
 CRITIC_STEPS, PPO_STEPS, CHECKPOINT_EVERY = 3, 6, 2
 
 
@@ -64,13 +66,14 @@ class SavingTrainer(workers.TrainerHandle):
         await self.save(folder.parent / "trainer")
 
 
-def training(checkpoint: Path, steps: int) -> Training:
+def training(checkpoint: Path, steps: int, max_staleness: int = 0) -> Training:
+    """The asynchronous loop has two workers."""
     return Training(
-        PPOSettings(steps=steps, batch_size=8),
+        PPOSettings(steps=steps, batch_size=8, max_staleness=max_staleness),
         TrainerSettings(policy_lr=3e-3, critic_lr=1e-2),
         agent_settings(checkpoint),
         WORLD,
-        LoopSettings(slots=4, checkpoint_every=CHECKPOINT_EVERY),
+        LoopSettings(workers=1 + bool(max_staleness), slots=4, checkpoint_every=CHECKPOINT_EVERY),
         seed=0,
     )
 
@@ -79,7 +82,7 @@ async def made(store: StageStore, spec: StageSpec, body: Body) -> tuple[StageOut
     recording = Recording()
 
     async def produce(folder: Path) -> Produced:
-        return Produced(await body(StageRun(folder, recording, recording)))  # type: ignore[arg-type]
+        return Produced(await body(StageRun(folder, recording, recording)), 0.0)  # type: ignore[arg-type]
 
     return await store.run(spec, produce), recording
 
@@ -90,7 +93,7 @@ async def base(checkpoint: Path, store: StageStore) -> tuple[StageSpec, StageOut
 
     async def produce(folder: Path) -> Produced:
         shutil.copytree(checkpoint, folder / "checkpoint", dirs_exist_ok=True)
-        return Produced({"checkpoint": "checkpoint"})
+        return Produced({"checkpoint": "checkpoint"}, 0.0)
 
     return spec, await store.run(spec, produce)
 
@@ -104,12 +107,12 @@ async def critic_stage(
 
 
 async def ppo_stage(
-    checkpoint: Path, store: StageStore, label: str, critic_label: str, cluster: Cluster
+    checkpoint: Path, store: StageStore, label: str, critic_label: str, cluster: Cluster, max_staleness: int = 0
 ) -> tuple[StageOutcome, Recording]:
     """`label` names the run and decides nothing."""
     sft_spec, sft = await base(checkpoint, store)
     critic, _ = await critic_stage(checkpoint, store, critic_label, cluster)
-    plan = training(checkpoint, PPO_STEPS)
+    plan = training(checkpoint, PPO_STEPS, max_staleness)
     spec = ppo_spec(plan, label, sft_spec, critic_spec(training(checkpoint, CRITIC_STEPS), critic_label, sft_spec))
     with patch.object(workers, "TrainerHandle", SavingTrainer):
         return await made(store, spec, ppo_body(plan, sft, critic, cluster))
@@ -118,11 +121,13 @@ async def ppo_stage(
 # The killed run -----------------------------------------------------------------------------------------------------
 
 
-def step_of(call: str, arguments: tuple[Any, ...]) -> int:
+async def step_of(handle: Any, call: str, arguments: tuple[Any, ...]) -> int:
     if call == "checkpoint":
         return int(arguments[1])
-    named = arguments[0][0]
-    return int((named.id if call == "rollouts" else named.rollout_id).split("-")[0])
+    if call == "update_policy":
+        return int(await handle.version())
+    request = arguments[0] if call == "rollout" else arguments[0][0]
+    return int(request.id.split("-")[0])
 
 
 def kill_all(pids: list[int], delay: float, writing: Path | None) -> None:
@@ -142,7 +147,7 @@ def doomed(call: str, step: int, delay: float) -> Iterator[None]:
 
     def dying(cls: type) -> Any:
         async def method(self: Any, *arguments: Any) -> Any:
-            if step_of(call, arguments) == step:
+            if await step_of(self, call, arguments) == step:
                 pids = [await handle.pid() for handle in handles] + [os.getpid()]
                 writing = Path(arguments[0]) if call == "checkpoint" else None
                 threading.Thread(target=kill_all, args=(pids, delay, writing), daemon=True).start()
@@ -161,11 +166,29 @@ def doomed(call: str, step: int, delay: float) -> Iterator[None]:
         yield
 
 
-def main(checkpoint: str, store: str, label: str, address: str, call: str, step: str, delay: str) -> None:
+def main(
+    checkpoint: str, store: str, label: str, address: str, max_staleness: str, call: str, step: str, delay: str
+) -> None:
     cluster = Cluster(address, "killed", Path(store))
     with doomed(call, int(step), float(delay)):
-        _, recording = asyncio.run(ppo_stage(Path(checkpoint), StageStore(Path(store)), label, "first", cluster))
+        stage = ppo_stage(Path(checkpoint), StageStore(Path(store)), label, "first", cluster, int(max_staleness))
+        _, recording = asyncio.run(stage)
     print(json.dumps(sorted(recording.steps)))
+
+
+def killed(store: Path, checkpoint: Path, label: str, max_staleness: int, call: str, step: int, delay: float) -> None:
+    """Runs this program on the cluster of this process, to its violent end."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    arguments = [checkpoint, store, label, address, max_staleness, call, step, delay]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tasks.small_stages", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, (call, step, delay, done.stdout, done.stderr)
 
 
 if __name__ == "__main__":

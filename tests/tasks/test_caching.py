@@ -33,7 +33,7 @@ SPEC = StageSpec("ppo", "compactionrl/seed 0", {"ppo": {"steps": 40, "lr": 1e-4}
 def produce(folder: Path) -> Produced:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "weights.bin").write_bytes(b"weights")
-    return Produced({"reward": 0.5}, "run-1")
+    return Produced({"reward": 0.5}, 1.5, "run-1")
 
 
 def make(
@@ -173,7 +173,7 @@ def test_a_failed_stage_is_not_done_and_continues_from_its_own_files(store: Stag
 
     def resume(folder: Path) -> Produced:
         assert (folder / "checkpoint-3").read_text() == "3"
-        return Produced({})
+        return Produced({}, 0.0)
 
     assert not make(store, SPEC, resume).cached
 
@@ -229,7 +229,7 @@ def test_two_coroutines_of_one_run_make_a_stage_once(store: StageStore) -> None:
 def test_a_stage_is_busy_while_it_is_made(store: StageStore) -> None:
     def look(folder: Path) -> Produced:
         assert store.is_busy(SPEC.folder_name)
-        return Produced({})
+        return Produced({}, 0.0)
 
     make(store, SPEC, look)
     assert not store.is_busy(SPEC.folder_name)
@@ -260,7 +260,7 @@ def test_a_stage_writing_to_a_device_without_space(store: StageStore) -> None:
     def fill(folder: Path) -> Produced:
         with open("/dev/full", "w") as file:
             file.write("x")
-        return Produced({})
+        return Produced({}, 0.0)
 
     with pytest.raises(CommandError, match="is full"):
         make(store, SPEC, fill)

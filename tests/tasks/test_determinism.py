@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,9 @@ from safetensors.torch import load_file
 from compaction.storage import read_rollouts
 from tasks.caching import StageOutcome, StageStore
 from tasks.cluster import Cluster
-from tests.tasks.small_stages import CRITIC_STEPS, PPO_STEPS, Recording, critic_stage, ppo_stage
+from tests.tasks.small_stages import CRITIC_STEPS, PPO_STEPS, Recording, critic_stage, killed, ppo_stage
 
 pytestmark = pytest.mark.xdist_group("ray")
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -95,8 +91,6 @@ def test_one_seed_twice_gives_the_same_bits(runs: Runs) -> None:
 
 
 def test_a_run_killed_in_rollout_update_and_checkpoint_write_and_resumed_gives_the_same_bits(runs: Runs) -> None:
-    import ray
-
     seed = random.SystemRandom().randrange(2**32)
     print(f"kill seed {seed}")
     drawn = random.Random(seed)
@@ -105,16 +99,8 @@ def test_a_run_killed_in_rollout_update_and_checkpoint_write_and_resumed_gives_t
         ("update_policy", drawn.randrange(2, 4), drawn.uniform(0, 0.02)),
         ("checkpoint", 4, drawn.uniform(0, 0.01)),
     ]
-    address = ray.get_runtime_context().gcs_address
     for call, step, delay in kills:
-        arguments = [runs.checkpoint, runs.store.root, "killed", address, call, step, delay]
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.tasks.small_stages", *map(str, arguments)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == -signal.SIGKILL, (seed, call, step, delay, done.stdout, done.stderr)
+        killed(runs.store.root, runs.checkpoint, "killed", 0, call, step, delay)
     outcome, recording = asyncio.run(ppo_stage(runs.checkpoint, runs.store, "killed", "first", runs.cluster))
     assert not outcome.cached
     assert min(recording.steps) in (2, 4), f"seed {seed}: it went on from a checkpoint"
