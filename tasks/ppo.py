@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,21 +163,28 @@ async def _steps(loop: Any, training: Training, stage: StageRun, *, update_polic
             await asyncio.gather(*(worker.load_weights(*weights) for worker in loop.workers))
     if resumed or (stage.folder / EVENTS).stat().st_size:
         loop.emit("resumed", step=first)
-    async for result in loop.run(first, update_policy=update_policy):
-        done = result.step + 1
-        for name in CURVES:
-            curves[name].append(result.metrics.get(name))
-        stage.log(done, result.metrics, _shown(result.metrics))
-        if result.step == 0 or done == training.ppo.steps:
-            name = "first" if result.step == 0 else "last"
-            write_rollouts(stage.folder / f"rollouts-{name}.parquet", result.rollouts[:KEPT_ROLLOUTS])
-        if done % training.loop.checkpoint_every == 0 and done < training.ppo.steps:
-            state, queued = loop.state()
-            await trainer.checkpoint(root, done, {"curves": curves, "loop": state}, queued)
-            loop.emit("checkpoint", step=done, queued=[rollout.id for rollout in queued])
+    async with aclosing(loop.run(first, update_policy=update_policy)) as results:
+        async for result in results:
+            done = result.step + 1
+            for name in CURVES:
+                curves[name].append(result.metrics.get(name))
+            stage.log(done, result.metrics, _shown(result.metrics))
+            if result.step == 0 or done == training.ppo.steps:
+                name = "first" if result.step == 0 else "last"
+                write_rollouts(stage.folder / f"rollouts-{name}.parquet", result.rollouts[:KEPT_ROLLOUTS])
+            if done % training.loop.checkpoint_every == 0 and done < training.ppo.steps:
+                state, queued = loop.state()
+                await trainer.checkpoint(root, done, {"curves": curves, "loop": state}, queued)
+                loop.emit("checkpoint", step=done, queued=[rollout.id for rollout in queued])
     return curves
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, float]:
-    names = ("train/reward", "rollout/summary_tokens", "critic/explained_variance", "train/kl_to_sampler")
+    names = (
+        "train/reward",
+        "rollout/summary_tokens",
+        "critic/explained_variance",
+        "train/kl_to_sampler",
+        "queue/staleness",
+    )
     return {name: metrics[name] for name in names if name in metrics}
