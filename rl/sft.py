@@ -24,19 +24,9 @@ def sft_weights(row: Row, context_weight: float) -> np.ndarray:
     return weights
 
 
-def run_sft(
-    policy: Any, rows: Sequence[Sequence[Row]], settings: SFTSettings, *, seed: int
-) -> Iterator[dict[str, float]]:
-    """Train `policy` in place; yields the metrics of every step as it is made.
-
-    `rows[i]` are read by stage i, in whole rows, in a seeded order, around and around. `sft/loss` is the mean negative
-    log-likelihood over actions and summaries alone. Raises ValueError on a stage without rows, and TrainingDiverged.
-    """
-    if len(rows) != len(settings.stages) or not all(rows):
-        raise ValueError(
-            f"{len(settings.stages)} stages need one non-empty list of rows each, got {[len(r) for r in rows]} rows"
-        )
-    optimizer = GuardedOptimizer(
+def sft_optimizer(policy: Any, settings: SFTSettings) -> GuardedOptimizer:
+    """The optimiser of one fine-tuning run."""
+    return GuardedOptimizer(
         policy.parameters(),
         lr=settings.lr,
         betas=settings.betas,
@@ -44,15 +34,39 @@ def run_sft(
         clip_grad=settings.clip_grad,
         max_skipped=settings.max_skipped,
     )
+
+
+def run_sft(
+    policy: Any,
+    rows: Sequence[Sequence[Row]],
+    settings: SFTSettings,
+    *,
+    seed: int,
+    optimizer: GuardedOptimizer | None = None,
+    first_step: int = 0,
+) -> Iterator[dict[str, float]]:
+    """Train `policy` in place; yields the metrics of every step as it is made.
+
+    `rows[i]` are read by stage i, in whole rows, in a seeded order, around and around. `sft/loss` is the mean negative
+    log-likelihood over actions and summaries alone. With the policy and the optimiser that `first_step` steps left, it
+    goes on behind them, bit for bit. Raises ValueError on a stage without rows, and TrainingDiverged.
+    """
+    if len(rows) != len(settings.stages) or not all(rows):
+        raise ValueError(
+            f"{len(settings.stages)} stages need one non-empty list of rows each, got {[len(r) for r in rows]} rows"
+        )
+    optimizer = optimizer or sft_optimizer(policy, settings)
     total = sum(stage.steps for stage in settings.stages)
     generator = np.random.default_rng(seed)
     step = 0
     for stage, stage_rows in zip(settings.stages, rows, strict=True):
         chunks = _chunks(stage_rows, stage.tokens_per_step, generator)
         for _ in range(stage.steps):
-            lr = settings.lr * lr_factor(step / total, settings.warmup)
-            optimizer.set_lr(lr)
-            yield {"sft/learning_rate": lr} | _step(policy, optimizer, next(chunks), settings)
+            chunk = next(chunks)
+            if step >= first_step:
+                lr = settings.lr * lr_factor(step / total, settings.warmup)
+                optimizer.set_lr(lr)
+                yield {"sft/learning_rate": lr} | _step(policy, optimizer, chunk, settings)
             step += 1
 
 

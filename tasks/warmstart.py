@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from rl.settings import SFTSettings, TinySettings
 from tasks.caching import StageSpec
 from tasks.cluster import Cluster
 from tasks.stages import Body, StageRun
+
+STEPS_PER_REPORT = 20
 
 
 class ExpertData(Settings):
@@ -55,6 +58,9 @@ class WarmstartSettings(Settings):
     corpus_tasks: int = Field(400, ge=1, description="tasks whose text trains the tokenizer")
     data: tuple[ExpertData, ...] = Field(min_length=1, description="expert rollouts, one entry per SFT stage")
     sft: SFTSettings = SFTSettings()
+    checkpoint_every: int = Field(
+        400, ge=STEPS_PER_REPORT, multiple_of=STEPS_PER_REPORT, description="steps between checkpoints"
+    )
 
     @model_validator(mode="after")
     def _one_data_set_per_stage(self) -> WarmstartSettings:
@@ -70,6 +76,7 @@ SOURCES = (
     "evaluation/tasksets",
     "evaluation/environments",
     "rl/batching.py",
+    "rl/checkpoint.py",
     "rl/models.py",
     "rl/optimization.py",
     "rl/rows.py",
@@ -78,7 +85,8 @@ SOURCES = (
     "rl/tiny.py",
     "tasks/warmstart.py",
 )
-STEPS_PER_REPORT = 20
+CHECKPOINTS = "checkpoints"
+STATE = "sft.pt"
 
 
 def spec(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int) -> StageSpec:
@@ -87,7 +95,7 @@ def spec(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
         stage="sft",
         label=f"seed {seed}",
         settings={
-            "warmstart": settings.model_dump(mode="json"),
+            "warmstart": settings.model_dump(mode="json", exclude={"checkpoint_every"}),
             "world": world.model_dump(mode="json"),
             "agent": agent.model_dump(mode="json"),
             "seed": seed,
@@ -126,13 +134,12 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
     return run
 
 
-def _reports(steps: Iterator[dict[str, float]]) -> Iterator[tuple[int, dict[str, float]]]:
+def _reports(steps: Iterator[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
     """(steps done, mean metrics since the last report)."""
     pending: list[dict[str, float]] = []
     done = 0
-    for metrics in steps:
+    for done, metrics in steps:
         pending.append(metrics)
-        done += 1
         if len(pending) == STEPS_PER_REPORT:
             yield done, _mean(pending)
             pending = []
@@ -146,11 +153,14 @@ def _mean(metrics: list[dict[str, float]]) -> dict[str, float]:
 
 def warmstart(
     folder: Path, settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int
-) -> Iterator[dict[str, float]]:
-    """Makes `folder/checkpoint`; yields the metrics of each SFT step. Needs torch, so it runs in a worker process."""
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Makes `folder/checkpoint`; yields (steps done, metrics of the step). Needs torch, so it runs in a worker process.
+
+    Goes on from the last checkpoint in `folder`. Raises CheckpointError where one cannot be read or written.
+    """
     from compaction.rendering import load_renderer
     from rl.models import load_policy, save_policy
-    from rl.sft import run_sft
+    from rl.sft import run_sft, sft_optimizer
     from rl.tiny import make_tiny_checkpoint
 
     tiny = settings.tiny.model_copy(update={"seed": seed})
@@ -165,8 +175,44 @@ def warmstart(
         for stage, data in enumerate(settings.data)
     ]
     policy = load_policy(start)
-    yield from run_sft(policy, rows, settings.sft, seed=seed)
+    optimizer = sft_optimizer(policy, settings.sft)
+    root, total = folder / CHECKPOINTS, sum(stage.steps for stage in settings.sft.stages)
+    first = _resume(root, policy, optimizer)
+    steps = run_sft(policy, rows, settings.sft, seed=seed, optimizer=optimizer, first_step=first)
+    for done, metrics in enumerate(steps, first + 1):
+        yield done, metrics
+        if done % settings.checkpoint_every == 0 and done < total:
+            _checkpoint(root, done, policy, optimizer)
     save_policy(policy, folder / "checkpoint", start)
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def _checkpoint(root: Path, step: int, policy: Any, optimizer: Any) -> None:
+    import torch
+
+    from rl.checkpoint import new_checkpoint
+
+    with new_checkpoint(root, step, {}) as folder:
+        try:
+            torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state()}, folder / STATE)
+        except RuntimeError as error:  # what torch raises where a write fails
+            raise OSError(str(error)) from error
+
+
+def _resume(root: Path, policy: Any, optimizer: Any) -> int:
+    """Steps done by the newest checkpoint, whose state policy and optimiser then have; 0 where there is none."""
+    import torch
+
+    from rl.checkpoint import latest_checkpoint, load_checkpoint
+
+    folder = latest_checkpoint(root)
+    if folder is None:
+        return 0
+    step = load_checkpoint(folder).step
+    state = torch.load(folder / STATE, weights_only=True)
+    policy.load_state_dict(state["policy"])
+    optimizer.restore(state["optimizer"])
+    return step
 
 
 def corpus(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings) -> Iterator[str]:

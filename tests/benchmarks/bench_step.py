@@ -109,7 +109,7 @@ def short_sft(folder: Path, experiment: Experiment) -> Path:
     settings = shortened(experiment.sft)
     print(f"SFT of {sum(stage.steps for stage in settings.sft.stages)} steps ...", flush=True)
     began = now()
-    losses = [metrics["sft/loss"] for metrics in warmstart(folder, settings, experiment.world, experiment.agent, 0)]
+    losses = [metrics["sft/loss"] for _, metrics in warmstart(folder, settings, experiment.world, experiment.agent, 0)]
     print(f"SFT: loss {losses[0]:.2f} to {losses[-1]:.2f} in {now() - began}")
     return folder / "checkpoint"
 

@@ -30,17 +30,20 @@ AGENT = AgentSettings(
     max_turns=12,
 )
 DATA = ExpertData(rollouts=6, windows=(112, 128), caps=(2, 3), keep_recents=(0, 1))
+STEPS = 2 * STEPS_PER_REPORT + 5
 SETTINGS = WarmstartSettings(
+    checkpoint_every=STEPS_PER_REPORT,
     tiny=TinySettings(layers=1, width=32, heads=1, feed_forward=48, max_positions=256),
     corpus_tasks=60,
     data=(DATA,),
-    sft=SFTSettings(stages=(SFTStage(steps=STEPS_PER_REPORT + 5, tokens_per_step=300),)),
+    sft=SFTSettings(stages=(SFTStage(steps=STEPS, tokens_per_step=300),)),
 )
 
 
 def made(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
-    metrics = list(warmstart.warmstart(folder, SETTINGS, WORLD, AGENT, seed))
-    assert len(metrics) == STEPS_PER_REPORT + 5
+    steps = list(warmstart.warmstart(folder, SETTINGS, WORLD, AGENT, seed))
+    assert [done for done, _ in steps] == list(range(1, STEPS + 1))
+    metrics = [each for _, each in steps]
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"]
     return load_file(folder / "checkpoint" / "model.safetensors")
 
@@ -54,6 +57,21 @@ def test_the_base_policy_is_an_ordinary_checkpoint_and_the_same_again_under_its_
         *load_renderer(tmp_path / "a" / "checkpoint").encode(" cat"),
         *load_renderer(tmp_path / "a" / "checkpoint").encode(" L1"),
     ]
+
+
+def test_killed_in_the_middle_it_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
+    whole = made(tmp_path / "whole")
+    steps = warmstart.warmstart(tmp_path / "cut", SETTINGS, WORLD, AGENT, 0)
+    for done, _ in steps:
+        if done == STEPS_PER_REPORT + 3:
+            break
+    steps.close()  # type: ignore[attr-defined]
+    assert not (tmp_path / "cut" / "checkpoint").exists()
+    rest = [done for done, _ in warmstart.warmstart(tmp_path / "cut", SETTINGS, WORLD, AGENT, 0)]
+    assert rest == list(range(STEPS_PER_REPORT + 1, STEPS + 1))
+    resumed = load_file(tmp_path / "cut" / "checkpoint" / "model.safetensors")
+    assert all(torch.equal(whole[name], w) for name, w in resumed.items())
+    assert not (tmp_path / "cut" / warmstart.CHECKPOINTS).exists()
 
 
 def test_the_expert_runs_under_the_settings_drawn_for_it(tmp_path: Path) -> None:
@@ -83,8 +101,8 @@ def test_in_a_worker_process_it_reports_on_the_way_and_its_errors_arrive_as_them
         return asyncio.run(body(StageRun(folder, recording, recording))), recording  # type: ignore[arg-type]
 
     result, recording = run(SETTINGS, tmp_path / "a")
-    assert sorted(recording.steps) == [STEPS_PER_REPORT - 1, STEPS_PER_REPORT + 4]
-    assert result == {"checkpoint": "checkpoint", "loss": recording.steps[STEPS_PER_REPORT + 4]["sft/loss"]}
+    assert sorted(recording.steps) == [STEPS_PER_REPORT - 1, 2 * STEPS_PER_REPORT - 1, STEPS - 1]
+    assert result == {"checkpoint": "checkpoint", "loss": recording.steps[STEPS - 1]["sft/loss"]}
     assert load_policy(tmp_path / "a" / result["checkpoint"]) is not None
 
     diverging = SETTINGS.model_copy(update={"sft": SETTINGS.sft.model_copy(update={"lr": 1e30})})
