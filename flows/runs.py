@@ -17,6 +17,8 @@ from tasks.errors import CommandError, UserError
 from tasks.processes import ProcessId
 
 RECORD = "run.json"
+RUN_VARIABLE = "COMPACTIONRL_RUN"
+"""The environment of whatever a run starts holds the run's folder, so that `doctor` knows whose it is."""
 
 
 @dataclass
@@ -73,8 +75,10 @@ class RunFolder:
         return [stages / name for name in names if name and (stages / name).is_dir()]
 
     def is_running(self) -> bool:
-        if self.record.get("status") != "running":
-            return False
+        return self.record.get("status") == "running" and self.command_alive()
+
+    def command_alive(self) -> bool:
+        """Its command is still there (it may be ending), or ran on another host, of which nothing is known here."""
         process = ProcessId(**self.record["process"])
         return process.host != ProcessId.current().host or process.alive()
 
@@ -127,6 +131,14 @@ def find_run(home: Home, name: str) -> RunFolder:
         raise UserError(f"{name!r} names {len(found)} runs: {', '.join(run.name for run in found)}; write more of it")
     last = ", ".join(run.name for run in runs[-5:])
     raise UserError(f"no run {name!r} in {home.runs}; the last ones: {last}; or `latest`")
+
+
+def end_dead_runs(home: Home) -> list[RunFolder]:
+    """Marks runs as killed whose command is gone without having said so."""
+    dead = [run for run in all_runs(home) if run.record.get("status") == "running" and not run.is_running()]
+    for run in dead:
+        run.update(status="killed")
+    return dead
 
 
 def remove_run(run: RunFolder) -> None:
