@@ -16,20 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
 
+from flows.local_server import LocalServer
 from flows.prefect_server import PrefectServer
 from flows.runs import RUN_VARIABLE, RunFolder, all_runs
 from flows.services import Home
+from flows.standing import StandingRecord
 from tasks.caching import StageStore
 from tasks.cluster import RAY_FOLDERS, owner_of
 from tasks.processes import ProcessId, stop_process
-
-if TYPE_CHECKING:
-    from flows.local_server import LocalServer
 
 CONTAINER_LABEL = "compactionrl.run"
 """Holds what COMPACTIONRL_RUN holds, or the name of the run's folder"""
@@ -57,7 +56,6 @@ class Process:
     command: str
     run: str | None
     """COMPACTIONRL_RUN"""
-    prefect_home: str | None
 
     @property
     def name(self) -> str:
@@ -93,7 +91,7 @@ def find_leftovers(home: Home, table: ProcessTable) -> list[Leftover]:
     """In the order in which they should go; containers are looked for by `find_containers`."""
     folders = _ray_folders(home)
     return [
-        *_unused_server(home, table),
+        *_unused_servers(home),
         *(
             Leftover("process", process.name, partial(stop_process, process.identity))
             for process in _orphans(home, table, folders)
@@ -138,13 +136,11 @@ def _processes() -> Iterator[Process]:
         info = process.info
         if info["create_time"] is None or info["status"] == psutil.STATUS_ZOMBIE:
             continue
-        environment = info["environ"] or {}
         yield Process(
             ProcessId(host, info["pid"], info["create_time"]),
             info["ppid"] or 0,
             " ".join(info["cmdline"] or ()),
-            environment.get(RUN_VARIABLE),
-            environment.get("PREFECT_HOME"),
+            (info["environ"] or {}).get(RUN_VARIABLE),
         )
 
 
@@ -174,13 +170,19 @@ def _spared(home: Home, table: ProcessTable, runs: Iterable[RunFolder]) -> set[i
     return alive.union(*(table.ancestors(pid) | table.descendants(pid) for pid in alive))
 
 
-def _unused_server(home: Home, table: ProcessTable) -> list[Leftover]:
-    """The home's Prefect server if no command holds it. In a copied home `server.json` names that of the original."""
-    users, server = _prefect(home)
-    process = table.by_pid.get(server.process.pid) if server else None
-    if users or server is None or process is None or process.prefect_home != str(home.prefect):
-        return []
-    return [Leftover("server", f"Prefect at {server.url}", PrefectServer(home.prefect).stop_if_unused)]
+def _unused_servers(home: Home) -> list[Leftover]:
+    """The Prefect server that no command holds, and servers of an `up` that was killed.
+
+    A copied home's records name the servers of the original: ours keep their log below this home.
+    """
+    found = []
+    users, prefect = _prefect(home)
+    if prefect and not users and prefect.log.is_relative_to(home.root):
+        found.append(Leftover("server", f"Prefect at {prefect.url}", PrefectServer(home.prefect).stop_if_unused))
+    for server in StandingRecord(home.root).left_over():
+        if server.log.is_relative_to(home.root):
+            found.append(Leftover("server", f"{server.name} at {server.url}", partial(stop_process, server.process)))
+    return found
 
 
 def _prefect(home: Home) -> tuple[list[ProcessId], LocalServer | None]:

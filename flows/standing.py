@@ -54,15 +54,21 @@ class StandingRecord:
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
-    def stop_left_over(self) -> list[str]:
-        """End what an `up` that was killed left behind. Returns the names of the servers."""
+    def left_over(self) -> list[LocalServer]:
+        """Servers of an `up` that was killed."""
         standing = self._recorded()
         if standing is None or standing.process.alive():
             return []
-        left = [server for server in standing.servers if server.running()]
+        return [server for server in standing.servers if server.running()]
+
+    def stop_left_over(self) -> list[str]:
+        """End what an `up` that was killed left behind. Returns the names of the servers."""
+        left = self.left_over()
         for server in left:
             stop_process(server.process)
-        self.remove()
+        standing = self._recorded()
+        if standing and not standing.process.alive():
+            self.remove()
         return [server.name for server in left]
 
     def _recorded(self) -> Standing | None:

@@ -9,11 +9,11 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import NoReturn
 
 import typer
@@ -35,15 +35,22 @@ from flows.services import (
 )
 from flows.session import INTERRUPTED, TERMINATED, Request, Terminated
 from flows.standing import Standing, StandingRecord
-from tasks.cluster import OBJECT_STORE_BYTES
+from tasks.cluster import OBJECT_STORE_BYTES, make_ray_folder
 from tasks.errors import CommandError, UserError
 from tasks.processes import ProcessId, stop_process
 
 PREFECT_PORT, MLFLOW_PORT, RAY_PORT, DASHBOARD_PORT, RAY_CLIENT_PORT = 4200, 5000, 6379, 8265, 10001
+DASHBOARD_PACKAGES = ("aiohttp_cors", "grpc", "opencensus", "prometheus_client")
 CHECK_SECONDS = 0.5
 READY = "deployments are registered"
 SERVED = "served"
 """What the runner prints when it is, and what it calls its deployments"""
+RUNNER_LOGS = {
+    "PREFECT_LOGGING_LEVEL": "INFO",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "compactionrl",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+}
+"""Nobody watches a terminal here: what a command prints is shown with the flow run"""
 STOP_SECONDS = 60.0
 """A runner ends the runs in progress first, each with its MLflow runs and its Ray"""
 
@@ -152,6 +159,8 @@ def _start_services(
     services = services_on(home, url, origin)
     if ray_dashboard and services.ray_address:
         raise UserError(f"--ray-dashboard starts a Ray of its own, but {services.ray_origin} names one: unset it")
+    if ray_dashboard and not all(map(find_spec, DASHBOARD_PACKAGES)):
+        raise UserError(f"Ray's dashboard is not installed: {sys.executable} -m pip install 'compactionrl[dashboard]'")
     prepare_mlflow(services)
     standing = Standing(ProcessId.current(), prefect=url.removesuffix("/api"), mlflow=services.mlflow_uri)
     started: list[LocalServer] = []
@@ -188,7 +197,7 @@ def _start_mlflow(services: Services) -> LocalServer:
 def _ray_head(home: Home) -> Iterator[tuple[LocalServer, str]]:
     """A Ray with its dashboard, and the address at which commands join it. Its token authentication stays on."""
     port, dashboard = free_port(RAY_PORT), free_port(DASHBOARD_PORT)
-    folder = tempfile.mkdtemp(prefix="crl-ray-", dir="/tmp")  # short, as in tasks/cluster.py
+    folder = make_ray_folder(home.root)
     command = [
         *(beside_python("ray"), "start", "--head", "--block", "--disable-usage-stats", "--log-color", "false"),
         *("--port", str(port), "--ray-client-server-port", str(free_port(RAY_CLIENT_PORT)), "--temp-dir", folder),
@@ -208,7 +217,7 @@ def _ray_head(home: Home) -> Iterator[tuple[LocalServer, str]]:
 def _start_runner(home: Home, url: str, serve: ServeOptions) -> LocalServer:
     preset = Request("reproduce", serve.preset).portable_preset
     command = [sys.executable, "-m", "flows.serving", preset, serve.cron or "", str(serve.limit)]
-    environment = {**os.environ, "PREFECT_API_URL": url, "COMPACTIONRL_HOME": str(home.root)}
+    environment = {**os.environ, **RUNNER_LOGS, "PREFECT_API_URL": url, "COMPACTIONRL_HOME": str(home.root)}
     log = home.prefect / "serve.log"
     return LocalServer.start("the runner", command, "", log, environment=environment, health=READY)
 

@@ -73,7 +73,7 @@ class Cluster:
         import ray
 
         for attempt in range(1, START_ATTEMPTS + 1):
-            self._temporary = self._make_temporary()
+            self._temporary = make_ray_folder(self._log_folder)
             try:
                 ray.init(
                     address="local",
@@ -105,13 +105,6 @@ class Cluster:
         self._joined = False
         self._remove_temporary()
 
-    def _make_temporary(self) -> str:
-        """A folder that says whose it is."""
-        folder = tempfile.mkdtemp(prefix=RAY_FOLDERS.name.rstrip("*"), dir=RAY_FOLDERS.parent)
-        owner = asdict(ProcessId.current()) | {"logs": str(self._log_folder.resolve())}
-        Path(folder, OWNER).write_text(json.dumps(owner))
-        return folder
-
     def _remove_temporary(self) -> None:
         if self._temporary is None:
             return
@@ -125,6 +118,13 @@ class Cluster:
             )
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary = None
+
+
+def make_ray_folder(logs: Path) -> str:
+    """A temporary folder for Ray that says whose it is: this process's, with its logs there."""
+    folder = tempfile.mkdtemp(prefix=RAY_FOLDERS.name.rstrip("*"), dir=RAY_FOLDERS.parent)
+    Path(folder, OWNER).write_text(json.dumps(asdict(ProcessId.current()) | {"logs": str(logs.resolve())}))
+    return folder
 
 
 def owner_of(folder: Path) -> tuple[ProcessId, Path] | None:

@@ -26,7 +26,7 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("command", ["", "reproduce", "sweep", "report", "show", "clean"])
+@pytest.mark.parametrize("command", ["", "reproduce", "sweep", "report", "show", "compare", "doctor", "clean"])
 def test_help_teaches(command: str) -> None:
     code, out, _ = invoke(*([command] if command else []), "--help")
     assert code == 0

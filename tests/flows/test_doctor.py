@@ -27,9 +27,11 @@ from flows import doctor
 from flows.cli import app
 from flows.doctor import examine_home
 from flows.leftovers import find_containers
+from flows.local_server import LocalServer
 from flows.runs import RUN_VARIABLE, RunFolder, create_run
 from flows.services import Home, sqlite_uri
 from flows.session import _recorded
+from flows.standing import Standing, StandingRecord
 from tasks.cluster import OWNER, RAY_FOLDERS
 from tasks.processes import ProcessId
 from tasks.tracking import EXPERIMENT_PREFIX, TAGS, client_for, initialise_database
@@ -157,9 +159,9 @@ def test_a_child_of_a_live_command_stays_whatever_its_environment(home: Home) ->
 
 
 def test_a_server_that_nobody_holds_is_stopped(home: Home, start: Start) -> None:
-    process = start(PREFECT_HOME=str(home.prefect), **{RUN_VARIABLE: str(run_of(home, dead()).path)})
-    record = {"name": "Prefect", "url": "http://127.0.0.1:9/api", "process": asdict(process), "log": "x"}
-    (home.prefect / "server.json").write_text(json.dumps(record))
+    process = start(**{RUN_VARIABLE: str(run_of(home, dead()).path)})
+    server = LocalServer("Prefect", "http://127.0.0.1:9/api", process, home.prefect / "server.log")
+    (home.prefect / "server.json").write_text(json.dumps(server.to_json()))
     users = home.prefect / "users"
     users.mkdir()
     (users / "live.json").write_text(json.dumps(asdict(ProcessId.current())))
@@ -176,11 +178,21 @@ def test_a_server_that_nobody_holds_is_stopped(home: Home, start: Start) -> None
 
 
 def test_the_server_of_the_home_this_one_was_copied_from_stays(home: Home, tmp_path: Path, start: Start) -> None:
-    process = start(PREFECT_HOME=str(tmp_path / "original" / "prefect"))
-    record = {"name": "Prefect", "url": "http://127.0.0.1:9/api", "process": asdict(process), "log": "x"}
-    (home.prefect / "server.json").write_text(json.dumps(record))
+    server = LocalServer("Prefect", "http://127.0.0.1:9/api", start(), tmp_path / "original" / "server.log")
+    (home.prefect / "server.json").write_text(json.dumps(server.to_json()))
     assert "server" not in examined(home)[1]
-    assert process.alive()
+    assert server.process.alive()
+
+
+def test_servers_of_an_up_that_was_killed_are_stopped(home: Home, tmp_path: Path, start: Start) -> None:
+    ours = LocalServer("MLflow", "http://127.0.0.1:9", start(), home.mlflow / "server.log")
+    copied = LocalServer("Ray", "http://127.0.0.1:9", start(), tmp_path / "original" / "ray.log")
+    record = StandingRecord(home.root)
+    record.write(Standing(ProcessId.current(), "", "", servers=(ours, copied), ready=True))
+    assert "server" not in examined(home)[1]
+    record.write(Standing(dead(), "", "", servers=(ours, copied), ready=True))
+    assert examined(home)[1]["server"] == ("fixed", "1 removed: MLflow at http://127.0.0.1:9")
+    assert (ours.process.alive(), copied.process.alive()) == (False, True)
 
 
 def test_rays_folders_and_processes_of_dead_commands_go(
