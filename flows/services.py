@@ -167,6 +167,7 @@ def prepare_environment(home: Home) -> None:
         os.environ.setdefault(name, value)
     if configured_prefect() is None:
         os.environ.setdefault("PREFECT_HOME", str(home.prefect))
+        os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(home.prefect / "storage"))  # not below its home
 
 
 def configured_prefect() -> tuple[str, str] | None:

@@ -26,6 +26,7 @@ async def serve(preset: str, cron: str | None, limit: int) -> None:
                 SERVED,
                 cron=cron if flow is reproduce else None,
                 parameters={"preset": preset},
+                description=(flow.description or "").partition("\n")[0],
                 tags=["compactionrl"],
                 entrypoint_type=EntrypointType.MODULE_PATH,
             )

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.services import Home
+from flows.standing import StandingRecord
 from tasks.caching import is_disk_full
 from tasks.errors import CommandError
 
@@ -192,6 +193,8 @@ def _end_dead_runs(home: Home, mlflow_uri: str, note: Callable[[str], None]) -> 
     from flows import runs
     from tasks import tracking
 
+    for name in StandingRecord(home.root).stop_left_over():
+        note(f"ended {name}, left over from an `up` that was killed")
     if dead := tracking.end_dead_runs(mlflow_uri):
         note(f"ended {len(dead)} MLflow runs whose process is gone: {', '.join(dead)}")
     runs.end_dead_runs(home)

@@ -81,14 +81,14 @@ def test_the_first_line_says_what_is_used(tmp_path: Path) -> None:
     assert local.description == (
         f"Prefect: http://127.0.0.1:1/api (local server) · MLflow: {tmp_path}/mlflow/mlflow.db · Ray: local"
     )
-    assert str(home.mlflow_database) in local.open_commands["mlflow"]
-    assert f"PREFECT_HOME='{home.prefect}'" in local.open_commands["prefect"]
+    assert str(home.mlflow_database) in local.how_to_open({})["mlflow"]
+    assert f"PREFECT_HOME='{home.prefect}'" in local.how_to_open({})["prefect"]
     theirs = Services(home, "http://p/api", "profile mine", "http://m", False, "10.0.0.1:6379")
     assert theirs.description == (
         "Prefect: http://p/api (profile mine) · MLflow: http://m (MLFLOW_TRACKING_URI) · "
         "Ray: 10.0.0.1:6379 (RAY_ADDRESS)"
     )
-    assert theirs.open_commands == {"mlflow": "http://m", "prefect": "http://p"}
+    assert theirs.how_to_open({}) == {"mlflow": "http://m", "prefect": "http://p"}
 
 
 def test_a_recorded_server_counts_only_while_its_very_process_lives(tmp_path: Path) -> None:
