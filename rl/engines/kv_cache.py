@@ -71,8 +71,8 @@ class AttentionGroup:
     """Query i is the only one of row i: nothing to pad"""
     length: int
     """Keys attended to, at most"""
-    mask: Tensor
-    """[rows, 1, width, length] additive: 0 where a key is visible, -inf elsewhere"""
+    mask: Tensor | None
+    """[rows, 1, width, length] additive: 0 where a key is visible, -inf elsewhere; None where all are"""
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,14 @@ def _group(
         rows, n_rows, row_of = slice(low, high), high - low, slots[row_of] - low
     else:
         rows, n_rows = torch.from_numpy(slots).to(device), len(slots)
-    # A place without a query sees its row's first key only: a softmax over nothing would be NaN.
-    seen = np.zeros((n_rows, width), dtype=np.int64)
-    seen[row_of, column_of] = positions
-    hidden = torch.arange(length, device=device) > torch.from_numpy(seen).to(device)[:, None, :, None]
+    dense = len(row_of) == n_rows and bool((row_of == np.arange(n_rows)).all())
+    mask = None
+    if not dense or int(positions.min()) + 1 < length:
+        # A place without a query sees its row's first key only: a softmax over nothing would be NaN.
+        seen = np.zeros((n_rows, width), dtype=np.int64)
+        seen[row_of, column_of] = positions
+        hidden = torch.arange(length, device=device) > torch.from_numpy(seen).to(device)[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
     return AttentionGroup(
         tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
         rows=rows,
@@ -161,7 +165,7 @@ def _group(
         row_of=torch.from_numpy(row_of).to(device),
         column_of=torch.from_numpy(column_of).to(device),
         width=width,
-        dense=len(row_of) == n_rows and bool((row_of == np.arange(n_rows)).all()),
+        dense=dense,
         length=length,
-        mask=torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf")),
+        mask=mask,
     )

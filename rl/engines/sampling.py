@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import numpy as np
 import torch
 from torch import Tensor
 
+_PHILOX = np.random.Philox(key=0)
+_UNIFORMS = np.random.Generator(_PHILOX)
+
+
+def _draws(seed: int, n: int) -> list[float]:
+    """The first `n` uniforms of the Philox stream keyed by `seed`. To set a state is faster than to make a stream."""
+    key, zeros = np.array([seed, 0], np.uint64), np.zeros(4, np.uint64)
+    _PHILOX.state = {
+        "bit_generator": "Philox",
+        "state": {"counter": zeros, "key": key},
+        "buffer": zeros,
+        "buffer_pos": 4,  # empty
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    draws: list[float] = _UNIFORMS.random(n).tolist()
+    return draws
+
 
 class RequestSampler:
-    """The uniforms of one request: a Philox stream keyed by its seed, one draw per token."""
+    """The uniforms of one request: a Philox stream keyed by its seed, one draw per token, `max_tokens` at most."""
 
-    def __init__(self, seed: int, temperature: float):
+    def __init__(self, seed: int, temperature: float, max_tokens: int):
         self.temperature = temperature
-        self._stream = np.random.Generator(np.random.Philox(key=seed)) if temperature > 0 else None
+        self._draws = iter(_draws(seed, max_tokens)) if temperature > 0 else repeat(0.0)
 
     def draw(self) -> float:
         """Uniform in [0, 1); 0 where decoding is greedy."""
-        return self._stream.random() if self._stream is not None else 0.0
+        return next(self._draws)
 
 
 def sample(logits: Tensor, samplers: list[RequestSampler]) -> tuple[np.ndarray, np.ndarray]:

@@ -106,9 +106,8 @@ class TorchEngine:
         served as it stands, and when the engine fails while it is served.
         """
         self._check(request)
-        call = _Call(
-            request, asyncio.get_running_loop().create_future(), RequestSampler(request.seed, request.temperature)
-        )
+        sampler = RequestSampler(request.seed, request.temperature, request.max_tokens)
+        call = _Call(request, asyncio.get_running_loop().create_future(), sampler)
         self._waiting.append(call)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -155,7 +154,7 @@ class TorchEngine:
                 f"prompt ({length}) + max_tokens ({request.max_tokens}) = {length + request.max_tokens} tokens, "
                 f"the engine takes {self.max_length}; lower max_tokens or give the engine a larger max_length"
             )
-        low, high = int(np.min(request.prompt_ids)), int(np.max(request.prompt_ids))
+        low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
         if low < 0 or high >= vocabulary:
             raise EngineError(f"prompt ids reach from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}")
 
