@@ -125,6 +125,13 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
                 **parameters,
             )
         )
+    except Exception as error:
+        if isinstance(error, CommandError) or options.run is None or not options.run.is_finished():
+            raise
+        options.progress.note(
+            f"Prefect did not hear of the end ({type(error).__name__}: {error}); everything else is complete"
+        )
+        return options.run.read_results()
     finally:
         COMMAND.reset(token)
     return result

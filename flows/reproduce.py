@@ -121,10 +121,10 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[
         "mlflow_run_id": tracker.parent.run_id,
     }
     write_durably(run.results, json.dumps(result, indent=1, allow_nan=False))
-    run.update(errors=result["errors"], status=result["status"])
     report = write_run_report(run, chain.runner.store.root)
     tracker.parent.log_file(report)
     tracker.parent.log_file(run.results)
+    run.update(errors=result["errors"], status=result["status"])
     return result
 
 

@@ -74,6 +74,10 @@ class RunFolder:
         names = [stage.get("folder") for stage in self.record.get("stages", [])]
         return [stages / name for name in names if name and (stages / name).is_dir()]
 
+    def is_finished(self) -> bool:
+        """Its results, report and MLflow runs are complete."""
+        return self.record.get("status") in ("ok", "partial")
+
     def is_running(self) -> bool:
         return self.record.get("status") == "running" and self.command_alive()
 

@@ -27,7 +27,9 @@ QUIET_AND_OFFLINE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # DO_NOT_TRACK alone does not stop the server's telemetry
     "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
+    "PREFECT_CLIENT_MAX_RETRIES": "3",  # 2, 4 and 8 s: a server that died must not hold a command for minutes
     "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",  # else a server that died is told of with every single event
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # its tracebacks go to its server; a command says it once
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
