@@ -9,9 +9,10 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import httpx
@@ -302,12 +303,22 @@ def _prefect_at(url: str) -> Iterator[None]:
 
 
 def _send_what_is_queued() -> None:
-    """Prefect sends logs and events in the background: they must be out before the server goes."""
+    """Prefect sends logs and events in the background: they must be out before the server goes.
+
+    What a dead server has not taken by then is dropped: at exit Prefect would try every event for seconds.
+    """
+    from prefect._internal.concurrency.services import _active_services
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
+    services = list(_active_services)
     for worker in (APILogWorker, EventsWorker):
         worker.drain_all(timeout=5)
+    for service in services:
+        with suppress(Empty):
+            while True:
+                service._queue.get_nowait()
+        service._queue.put_nowait(None)  # the end, for its thread
 
 
 def _require_answer(service: str, url: str, origin: str) -> None:

@@ -119,6 +119,8 @@ class StageRunner:
                 return failed(error)
 
         outcome = await stage()
+        if not isinstance(outcome, StageOutcome):
+            await outcome.aresult()  # raises the stage's error
         self._record(spec, outcome)
         return outcome
 

@@ -169,3 +169,45 @@ def test_a_server_the_user_named_but_did_not_start_is_one_message(home: Path) ->
     assert process.returncode == 1
     assert "Prefect does not answer at http://127.0.0.1:9/api/health (from PREFECT_API_URL" in json.loads(out)["error"]
     assert "Traceback" not in err
+
+
+OUTLIVES = """
+import asyncio, json, os, signal, sys
+sys.path.insert(0, {root!r})
+from flows import cli, reproduce
+
+async def run_plan(plan, options):
+    from prefect import task
+
+    @task
+    async def stage():
+        await asyncio.sleep(0.1)
+
+    await stage()
+    os.kill(json.loads((options.home.prefect / "server.json").read_text())["process"]["pid"], signal.SIGKILL)
+    for _ in range(20):  # Prefect's events of these would hold the process up for minutes
+        await stage()
+    options.run.results.write_text(json.dumps({{"status": "ok", "stages": [], "results": []}}))
+    options.run.update(status="ok")
+
+reproduce.run_plan = run_plan
+cli.app(["reproduce", "--preset", "smoke", "--json"])
+"""
+
+
+@pytest.mark.xdist_group("prefect-server")
+def test_a_run_outlives_its_prefect_server(home: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "PREFECT_HOME")}
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVES.format(root=str(ROOT))],
+        env={**kept, "COMPACTIONRL_HOME": str(home), "PREFECT_CLIENT_MAX_RETRIES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "ok"
+    assert records(home)[-1]["status"] == "ok"
+    log = max(home.glob("runs/*/logs/run.log"), key=lambda path: path.stat().st_mtime).read_text()
+    assert "Prefect did not hear of the end (" in log
+    assert processes_of(home) == []
