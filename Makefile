@@ -12,7 +12,7 @@ RESULTS := $(or $(COMPACTIONRL_HOME),compactionrl-data)
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help reproduce test lint benchmarks claims soak resolve install clean
+.PHONY: help reproduce test lint benchmarks claims soak pictures resolve install clean
 
 help:
 	@echo "make reproduce    the tiny reproduction: trains, evaluates, prints the result table"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint         ruff, import contracts, mypy"
 	@echo "make claims       the reproduction with all variants and three seeds, checked against the paper's findings"
 	@echo "make soak         random kills on a whole run, until twenty of them are survived; the log goes to tests/logs"
+	@echo "make pictures     the latest run in Prefect and MLflow, photographed by a headless Chromium into tests/logs/pictures"
 	@echo "make benchmarks   speed measurements"
 	@echo "make resolve      checks the pins with a resolver for Linux and macOS (needs uv and network)"
 	@echo "make install      only makes $(VENV)"
@@ -45,6 +46,9 @@ claims: $(INSTALLED)
 soak: $(INSTALLED)
 	@mkdir -p tests/logs
 	@$(BIN)/python -m tests.soak $(ARGS) > tests/logs/soak.log; status=$$?; cat tests/logs/soak.log; exit $$status
+
+pictures: $(INSTALLED)
+	@$(BIN)/python -m tests.pictures --home $(RESULTS) $(ARGS)
 
 benchmarks: $(INSTALLED)
 	@$(BIN)/python -m tests.benchmarks

@@ -85,20 +85,21 @@ class PrefectServer:
             [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
             f"http://127.0.0.1:{port}/api",
             self.folder / "server.log",
-            environment=self._environment(),
+            environment=self._environment(port),
         )
         temporary = self.record.with_suffix(".tmp")
         temporary.write_text(json.dumps(server.to_json(), indent=2))
         temporary.replace(self.record)
         return server
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, port: int) -> dict[str, str]:
         """The user's environment without what would point our server at another database or API."""
         kept = {k: v for k, v in os.environ.items() if not (k.startswith("PREFECT_") and "DATABASE" in k)}
         for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH", "PREFECT_SERVER_API_BASE_PATH"):
             kept.pop(name, None)
         return kept | {
             "PREFECT_HOME": str(self.folder),
+            "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api",  # the pages else ask at 4200, whatever the port
             "PREFECT_SERVER_MEMO_STORE_PATH": str(self.folder / "memo_store.toml"),
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         }

@@ -62,16 +62,17 @@ class _RolloutTrace:
         return str(self.root.trace_id)
 
     def _compaction(self, record: CompactionRecord) -> None:
+        before, after = {"tokens_before": record.tokens_before}, {"tokens_after": record.tokens_after}
         attributes: dict[str, Any] = {
-            "tokens_before": record.tokens_before,
-            "tokens_after": record.tokens_after,
+            **before,
+            **after,
             "turns_dropped": record.dropped,
             "turns_kept": record.kept,
             "rejected": record.rejected,
             "discarded": list(record.discarded),
         }
         name = "compaction" if record.tokens_after is not None else "failed compaction"
-        self._span(name, "MEMORY", {"tokens": record.tokens_before}, record.summary, attributes)
+        self._span(name, "MEMORY", before, {"summary": record.summary, **after}, attributes)
 
     def _span(self, name: str, kind: str, inputs: dict[str, Any], outputs: Any, attributes: dict[str, Any]) -> None:
         import mlflow

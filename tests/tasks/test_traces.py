@@ -62,7 +62,7 @@ def test_a_rollout_becomes_spans_in_the_order_it_happened(mlflow_uri: str, tmp_p
     root, memory = spans[0], spans[3]
     assert all(span.parent_id == root.span_id for span in spans[1:])
     assert (memory.attributes["tokens_before"], memory.attributes["tokens_after"]) == (90, 20)
-    assert memory.outputs == "out a: b"
+    assert (memory.inputs, memory.outputs) == ({"tokens_before": 90}, {"summary": "out a: b", "tokens_after": 20})
     assert spans[4].inputs == {"observation": "b is next"}
     assert root.outputs["reward"] == 1.0
     assert trace.info.trace_metadata["mlflow.sourceRun"] == cell.run_id
