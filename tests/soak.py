@@ -33,8 +33,9 @@ from tests.rl.event_rules import check_events
 
 ROOT = Path(__file__).parents[1]
 OVERRIDES = [
-    "variants=base,compactionrl,no-summary-loss", "seeds=0,1", "ppo.max_staleness=2", "ppo.steps=60",
-    "ppo.batch_size=16", "critic_steps=12", "loop.workers=2", "loop.slots=8", "loop.checkpoint_every=3", "evaluation.n_tasks=100",
+    "variants=base,compactionrl,no-summary-loss", "seeds=0,1", "critic_steps=12",
+    "ppo.max_staleness=2", "ppo.steps=60", "ppo.batch_size=16",
+    "loop.workers=2", "loop.slots=8", "loop.checkpoint_every=3", "evaluation.n_tasks=100",
 ]  # fmt: skip
 ARGUMENTS = ["reproduce", "--preset", "smoke", *(part for o in OVERRIDES for part in ("--set", o)), "--json"]
 DRIVER_SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
