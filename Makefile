@@ -41,7 +41,9 @@ lint: $(INSTALLED)
 claims: $(INSTALLED)
 	@mkdir -p $(RESULTS)
 	$(BIN)/compactionrl reproduce --preset tiny --variants all --seeds 0,1,2 --json $(ARGS) > $(RESULTS)/claims.json
-	@$(BIN)/python -m tests.claims $(RESULTS)/claims.json
+	@mkdir -p tests/logs
+	@{ date -u "+claims of %Y-%m-%d %H:%M UTC at $$(git rev-parse HEAD)"; $(BIN)/python -m tests.claims $(RESULTS)/claims.json; } \
+		> tests/logs/claims.log; status=$$?; cat tests/logs/claims.log; exit $$status
 
 soak: $(INSTALLED)
 	@mkdir -p tests/logs
