@@ -131,6 +131,10 @@ class Soak:
         experiments = [e.experiment_id for e in client.search_experiments()]
         running = client.search_runs(experiments, "attributes.status = 'RUNNING'")
         require(not running, f"MLflow runs are still RUNNING: {[r.info.run_name for r in running]}")
+        for run in client.search_runs(experiments, max_results=1_000):
+            for name in run.data.metrics:
+                steps = [m.step for m in client.get_metric_history(run.info.run_id, name)]
+                require(len(steps) == len(set(steps)), f"MLflow run {run.info.run_name} has {name} twice at a step")
         experiment = load_experiment("smoke", OVERRIDES)
         for folder in sorted(self.home.glob("stages/*/events.jsonl")):
             steps = experiment.critic_steps if folder.parent.name.startswith("critic") else experiment.ppo.steps
