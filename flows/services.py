@@ -258,8 +258,9 @@ def services_on(home: Home, prefect_url: str, prefect_origin: str) -> Services:
     if mlflow_uri and mlflow_uri.startswith("http"):
         _require_answer("MLflow", f"{mlflow_uri.rstrip('/')}/health", "MLFLOW_TRACKING_URI")
     ray_address, ray_origin = os.environ.get("RAY_ADDRESS") or None, "RAY_ADDRESS"
-    if ray_address is None and (standing := StandingRecord(home.root).read()):
+    if ray_address is None and (standing := StandingRecord(home.root).read()) and standing.ray_address:
         ray_address, ray_origin = standing.ray_address, "compactionrl up"
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # who joins a Ray by its address must say so
     return Services(
         home=home,
         prefect_url=prefect_url,
