@@ -13,6 +13,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from prefect import Flow, flow
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field
@@ -21,7 +22,7 @@ from flows.chain import Plan
 from flows.experiment import Experiment, Variant
 from flows.options import RunOptions
 from flows.reproduce import run_plan
-from flows.session import Request, deployed_run
+from flows.session import Request, Terminated, deployed_run
 from tasks.errors import CommandError
 from tasks.stages import failed
 
@@ -125,6 +126,8 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
                 **parameters,
             )
         )
+    except TerminationSignal as signal:  # Prefect's own, where SIGTERM met the waiting event loop instead of the flow
+        raise Terminated from signal
     except Exception as error:
         if isinstance(error, CommandError) or options.run is None or not options.run.is_finished():
             raise
