@@ -7,8 +7,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from compaction.protocols import InfrastructureError
 from compaction.window import WindowTooSmall
@@ -33,6 +36,11 @@ EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
     InfrastructureError: (CommandError, f"If this passes by itself, {AGAIN}"),
 }
 """What may end a stage without being a bug: how the command then ends, and the next step where the message has none"""
+
+
+RETRIED = (WorkerLost, InfrastructureError)
+"""What another attempt may mend"""
+ATTEMPTS = 3
 
 
 @dataclass
@@ -145,13 +153,30 @@ class StageRunner:
                     if params is None:
                         tracked.log_config(spec.settings)
                     with explained(spec.title):
-                        result = await body(StageRun(folder, tracked, progress))
+                        result = await self._retried(spec.title, partial(body, StageRun(folder, tracked, progress)))
                     return Produced(result, time.monotonic() - started, tracked.run_id)
 
         outcome = await self.store.run(spec, produce, force=self.force, on_wait=self.progress.note)
         if outcome.cached:
             self.tracker.link_cached(spec.title, outcome.manifest.mlflow_run_id)
         return outcome
+
+    async def _retried(self, title: str, attempt: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """A stage that infrastructure failed goes on from its last checkpoint, ATTEMPTS times in all."""
+
+        def announce(state: RetryCallState) -> None:
+            error = state.outcome and state.outcome.exception()
+            self.progress.note(f"{title}: {error}; attempt {state.attempt_number + 1} of {ATTEMPTS}")
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(RETRIED),
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=wait_exponential(max=30),
+            before_sleep=announce,
+            reraise=True,
+        )
+        result: dict[str, Any] = await retrying(attempt)
+        return result
 
     def _record(self, spec: StageSpec, outcome: StageOutcome) -> None:
         self.records.append(

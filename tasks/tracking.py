@@ -125,7 +125,7 @@ class TrackedRun:
 
     @cached_property
     def _last_step(self) -> dict[str, int]:
-        """Per metric the last step of an earlier attempt: a resume does not log it twice."""
+        """Per metric the last step that was logged, by an earlier attempt too: none is logged twice."""
         if not self.reopened:
             return {}
         names = self.client.get_run(self.run_id).data.metrics
@@ -146,6 +146,7 @@ class TrackedRun:
                 self.skipped_non_finite += 1
         if rows:
             self.client.log_batch(self.run_id, metrics=rows)
+            self._last_step.update(dict.fromkeys((row.key for row in rows), step))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Nested settings as flat dotted params. MLflow never changes one: those that stand are left as they are."""

@@ -157,21 +157,21 @@ def _name(process: psutil.Process) -> str:
 def soak(home: Path, kills: int, seed: int) -> None:
     run = Soak(home, seed)
     command = run.start()
-    done = finished = 0
+    done = 0
     while done < kills:
         hit = run.kill_one(command)
         done += hit
         if command.poll() is not None:
-            if not hit:
-                finished += 1
-                require(command.returncode == 0, f"the command ended by itself with {command.returncode}")
+            if not hit:  # an actor that dies too often for its stage ends the command as partly done
+                require(command.returncode in (0, 3), f"the command ended by itself with {command.returncode}")
             run.wait_until_gone(server_may_stay=True)
             run.check_stages()
             log(f"{done} of {kills} kills, {len(run.made)} finished stages; starting the command again")
-            if not hit:
-                raise AssertionError(f"the run finished after {done} kills: make it longer")
+            require(command.returncode != 0, f"the run finished after {done} kills: make it longer")
             command = run.start()
     log("no more kills: the command must finish")
+    if command.wait(timeout=FINISH_SECONDS) == 3:  # the last kills cost it a stage
+        command = run.start()
     require(command.wait(timeout=FINISH_SECONDS) == 0, f"the last command ended with {command.returncode}")
     run.check_stages()
     run.check_end()

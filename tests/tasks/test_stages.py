@@ -112,6 +112,35 @@ def test_a_failed_stage_is_not_done_and_goes_on_with_what_it_left(runner: StageR
     assert [(m.step, m.value) for m in history] == [(0, 0.25), (1, 0.5)]
 
 
+def test_a_stage_that_infrastructure_failed_is_attempted_again_without_doubled_steps(runner: StageRunner) -> None:
+    attempts: list[int] = []
+
+    async def dies_once(stage: StageRun) -> dict[str, Any]:
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            stage.log(1, {"train/reward": 0.25}, {})
+            raise WorkerLost("the trainer process died (ActorDiedError)")
+        return await two_steps(stage)
+
+    assert make(runner, SPEC, dies_once).result == {"curves": [0.25, 0.5]}
+    assert attempts == [0, 1]
+    (child,) = child_runs(runner)
+    rewards = runner.tracker.parent.client.get_metric_history(child.info.run_id, "train/reward")
+    assert [(m.step, m.value) for m in rewards] == [(0, 0.25), (1, 0.5)]
+
+
+def test_what_another_attempt_would_not_mend_is_attempted_once(runner: StageRunner) -> None:
+    attempts: list[int] = []
+
+    async def diverges(stage: StageRun) -> dict[str, Any]:
+        attempts.append(len(attempts))
+        raise TrainingDiverged("3 steps in a row")
+
+    with pytest.raises(CommandError):
+        make(runner, SPEC, diverges)
+    assert attempts == [0]
+
+
 def test_stages_beyond_the_slots_wait_and_reuse_waits_for_nobody(runner: StageRunner) -> None:
     make(runner, SPEC, two_steps)
     events: list[str] = []
