@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -49,17 +50,19 @@ class Cluster:
         os.environ["OMP_NUM_THREADS"] = "1"
         handlers = _signal_handlers()
         try:
-            if self._address is None:
-                self._start()
-            else:
-                self._join()
+            # Ray takes SIGTERM at the very start of ray.init: a run cancelled meanwhile would not clean up.
+            with mock.patch("ray._private.utils.set_sigterm_handler"):
+                if self._address is None:
+                    self._start()
+                else:
+                    self._join()
         except Exception as error:
             raise CommandError(
                 f"Ray did not start ({type(error).__name__}: {error}); free memory or wait until the machine is less "
                 "busy, or set RAY_ADDRESS to a running cluster"
             ) from error
         finally:
-            _restore(handlers)  # ray.init takes SIGTERM for itself, and a run would no longer clean up
+            _restore(handlers)
         self._joined = True
 
     def _join(self) -> None:
@@ -95,6 +98,8 @@ class Cluster:
     def close(self) -> None:
         """Leaves the cluster; ends a local one with all its processes and keeps its logs' last state in the run's."""
         if not self._joined:
+            if self._temporary:  # a signal ended the start
+                end_processes_of(self._temporary)
             self._remove_temporary()
             return
         import ray
