@@ -39,7 +39,7 @@ OVERRIDES = [
 ]  # fmt: skip
 ARGUMENTS = ["reproduce", "--preset", "smoke", *(part for o in OVERRIDES for part in ("--set", o)), "--json"]
 DRIVER_SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-LONGEST_WAIT = 45.0
+LONGEST_WAIT = 90.0
 PATIENCE = 60.0
 """Seconds in which the processes of a command that ended must be gone"""
 FINISH_SECONDS = 1_800.0
