@@ -100,12 +100,13 @@ class RolloutActor:
         engine, renderer = self._served
         limit = rollout_limit(request, self._rollout_timeout)
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as timer:
                 return await run_rollout(
                     request.task, engine, renderer, request.settings, seed=request.seed, rollout_id=request.id
                 )
-        except TimeoutError:
-            outcome = Outcome(None, "error", "infrastructure", f"the rollout took longer than {limit:g} s")
+        except TimeoutError as error:  # ours, or one that something inside raised by itself
+            why = f"the rollout took longer than {limit:g} s" if timer.expired() else f"something timed out: {error}"
+            outcome = Outcome(None, "error", "infrastructure", why)
             return Rollout(request.id, request.task.id, request.seed, request.settings, (), outcome)
 
     async def load_weights(self, weights: dict[str, Any], version: int) -> None:

@@ -29,6 +29,7 @@ from flows.experiment import load_experiment
 from rl.events import read_events
 from tasks.processes import ProcessId
 from tasks.tracking import git_state
+from tests.processes import processes_of
 from tests.rl.event_rules import check_events
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +74,7 @@ class Soak:
             if command.poll() is not None:
                 return False
             time.sleep(0.2)
-        actors = [p for p in self.processes() if "ray::" in _name(p) and "Actor" in _name(p)]
+        actors = [p for p in processes_of(self.home) if "ray::" in _name(p) and "Actor" in _name(p)]
         if actors and self.random.random() < 0.5:
             victim = self.random.choice(sorted(actors, key=lambda p: p.pid))
             log(f"kill -9 {_name(victim)}")
@@ -87,21 +88,10 @@ class Soak:
         require(code in (expected, 0), f"the command ended with {code} after {number.name}, not {expected}")
         return True
 
-    def processes(self) -> list[psutil.Process]:
-        """Living processes of the home, apart from this one."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid != os.getpid() and process.environ().get("COMPACTIONRL_HOME") == str(self.home):
-                    found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
-            except psutil.Error:
-                continue
-        return found
-
     def wait_until_gone(self, *, server_may_stay: bool) -> None:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            left = [p for p in self.processes() if not (server_may_stay and self._is_server(p))]
+            left = [p for p in processes_of(self.home) if not (server_may_stay and self._is_server(p))]
             if not left:
                 return
             time.sleep(0.5)

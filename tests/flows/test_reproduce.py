@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from evaluation.results import CellResult
 from flows.chain import Plan
 from flows.experiment import CHANGES, load_experiment
 from tasks.caching import StageStore
+from tests.processes import processes_of
 
 pytestmark = pytest.mark.xdist_group("reproduce")
 
@@ -63,18 +63,6 @@ def ended(process: subprocess.Popen[str], code: int) -> dict:
     result = json.loads(out)
     result["stderr"] = err
     return result
-
-
-def processes_of(home: Path) -> list[psutil.Process]:
-    """Living processes with this home in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("COMPACTIONRL_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return [p for p in found if p.pid != os.getpid()]
 
 
 def test_one_command_trains_evaluates_and_reports(home: Path, first: dict) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from evaluation.results import CellResult
+from tests.processes import processes_of
 
 pytestmark = pytest.mark.xdist_group("up")
 
@@ -73,17 +74,6 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> An
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    return found
-
-
-def processes_of(home: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("COMPACTIONRL_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 

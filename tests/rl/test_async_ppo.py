@@ -235,7 +235,6 @@ def test_a_resumed_loop_trains_what_was_finished_and_starts_again_what_was_in_fl
     loop, worker, trainer = local_loop(
         small_checkpoint, slow(3, 9, seconds=0.1), emit=events.emit, steps=5, max_staleness=2
     )
-    trainer.trainer.load_state = None  # type: ignore[attr-defined]
     trainer.trainer.version = first.trainer.version
     loop.restore(state, queued)
     asyncio.run(worker.load_weights(first.trainer.weights(), first.trainer.version))
