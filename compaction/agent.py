@@ -25,6 +25,7 @@ from compaction.protocols import (
     Environment,
     GenerateRequest,
     InfrastructureError,
+    MeasuringEngine,
     Recorder,
     Renderer,
     Task,
@@ -188,6 +189,7 @@ class _Loop:
             turns=tuple(self.turns),
             compactions=tuple(self.compactions),
             usage=self.usage,
+            count_source=self.renderer.count_source,
             seconds=self.seconds,
         )
 
@@ -220,7 +222,9 @@ class _Loop:
         completion = await self._generate(self.history.token_ids, before, room, "execution", self.history.messages())
         self.segment.observed(before)
         self.segment.sampled(completion)
-        reply = self.renderer.decode(completion.token_ids)
+        if completion.text is not None and completion.prompt_tokens:  # the engine's own count of this very context
+            self.history = self.history.measured(completion.prompt_tokens - len(before))
+        reply = self._text(completion)
         action = self.scaffold.parse(reply, completion.finish_reason)
         if action.kind == "finish":
             self._record_turn(reply, "")
@@ -229,6 +233,7 @@ class _Loop:
         if action.kind == "command":
             observation = await self._execute(environment, action.text, reply)
         self._observe(reply, before, completion, observation)
+        await self._measure()
 
     async def _execute(self, environment: Environment, command: str, reply: str) -> str:
         started = time.perf_counter()
@@ -256,8 +261,20 @@ class _Loop:
             raise _Stop("context_full", "no room for the observation")
         after = ids([*close, *self.renderer.message("user", clipped)])
         self.segment.observed(after)
-        self.history = self.history.add(Turn(reply, clipped, before, completion.token_ids, after))
+        self.history = self.history.add(
+            Turn(reply, clipped, before, completion.token_ids, after, completion.reasoning)
+        )
         self._record_turn(reply, clipped)
+
+    async def _measure(self) -> None:
+        """Lets an engine that can count a context say how long this one is."""
+        if isinstance(self.engine, MeasuringEngine):
+            tokens = await self.engine.measure(self.history.messages())
+            if tokens is not None:
+                self.history = self.history.measured(tokens)
+
+    def _text(self, completion: Completion) -> str:
+        return self.renderer.decode(completion.token_ids) if completion.text is None else completion.text
 
     def _record_turn(self, action: str, observation: str) -> None:
         self.turns.append(TurnRecord(len(self.segments), action, observation, self.history.tokens))
@@ -282,6 +299,7 @@ class _Loop:
         self._record_compaction(body, before, resumed.tokens, keep, None)
         self.history = resumed
         self.segment = SegmentBuilder("execution", self.history.token_ids)
+        await self._measure()
 
     async def _summarize(self) -> str:
         """The body of an accepted summary, as a segment of its own. Raises _Stop("summary_failed")."""
@@ -300,7 +318,7 @@ class _Loop:
             except ContextLengthError as error:
                 self._record_compaction("", self.history.tokens, None, 0, "context_length")
                 raise _Stop("summary_failed", str(error)) from error
-            text = self.renderer.decode(completion.token_ids)
+            text = self._text(completion)
             verdict = judge_summary(text, completion.finish_reason, self.pack, self.scaffold)
             controls = self.renderer.special_ids.intersection(completion.token_ids[:-1].tolist())
             rejected = "role_play" if controls else verdict.rejected
@@ -361,20 +379,27 @@ class _Loop:
         started = time.perf_counter()
         try:
             completion = await self.engine.generate(request)
+        except InfrastructureError as error:
+            if error.usage:
+                self.usage.add(error.usage)
+            raise
         finally:
             self.seconds["generate"] += time.perf_counter() - started
+        self.usage.add(completion.usage or _counted(completion, request))
         _check_completion(completion, max_tokens)
-        self.usage.calls += 1
-        self.usage.prompt_tokens += completion.prompt_tokens or len(request.prompt_ids)
-        self.usage.completion_tokens += len(completion.token_ids)
-        self.usage.cached_tokens += completion.cached_tokens
         return completion
+
+
+def _counted(completion: Completion, request: GenerateRequest) -> Usage:
+    """One call of an engine that keeps no accounts."""
+    prompt = completion.prompt_tokens or len(request.prompt_ids)
+    return Usage(prompt, len(completion.token_ids), completion.cached_tokens, calls=1)
 
 
 def _check_completion(completion: Completion, max_tokens: int) -> None:
     """Refuses what could not be trained on. Raises EngineError."""
     n = len(completion.token_ids)
-    if n > max_tokens:
+    if n > max_tokens and completion.text is None:
         raise EngineError(f"the engine sampled {n} tokens where at most {max_tokens} were asked for")
     if len(completion.logprobs) != n or len(completion.versions) != n:
         raise EngineError(

@@ -35,6 +35,8 @@ class Turn:
     before_ids: np.ndarray
     action_ids: np.ndarray
     observation_ids: np.ndarray
+    reasoning: str | None = None
+    """What is sent back beside the action, to endpoints that want it"""
 
     @cached_property
     def token_ids(self) -> np.ndarray:
@@ -49,6 +51,8 @@ class History:
     opening: tuple[Message, ...]
     """The task message; after a compaction the resume message (and the task before it where keep_task is set)"""
     turns: tuple[Turn, ...] = ()
+    uncounted: int = 0
+    """Tokens that the engine counted beyond the ids (or fewer, if negative): of a template or tokenizer not ours"""
 
     @cached_property
     def token_ids(self) -> np.ndarray:
@@ -59,7 +63,11 @@ class History:
     @property
     def tokens(self) -> int:
         """|h|"""
-        return len(self.token_ids)
+        return len(self.token_ids) + self.uncounted
+
+    def measured(self, tokens: int) -> History:
+        """The same context, of which the engine says that it is `tokens` long."""
+        return replace(self, uncounted=tokens - len(self.token_ids))
 
     def add(self, turn: Turn) -> History:
         return replace(self, turns=(*self.turns, turn))
@@ -72,6 +80,7 @@ class History:
         """The same context as chat messages."""
         out = [{"role": m.role, "content": m.text} for m in (self.system, *self.opening)]
         for turn in self.turns:
-            out.append({"role": "assistant", "content": turn.action})
+            thought = {} if turn.reasoning is None else {"reasoning_content": turn.reasoning}
+            out.append({"role": "assistant", "content": turn.action, **thought})
             out.append({"role": "user", "content": turn.observation})
         return tuple(out)

@@ -6,18 +6,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
 
+CountSource = Literal["exact", "tokenizer", "estimate"]
+"""Where token counts come from: the model's own ids, a tokenizer that counted its texts, or characters per token"""
+
+
+@dataclass
+class Usage:
+    """Counts of engine calls, those that failed included where the engine was told what they took."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt tokens, those served from a kept prefix"""
+    calls: int = 0
+    cost: float | None = 0.0
+    """US dollars; None as soon as the price of one call is unknown"""
+
+    def add(self, other: Usage) -> None:
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.cached_tokens += other.cached_tokens
+        self.calls += other.calls
+        self.cost = None if self.cost is None or other.cost is None else self.cost + other.cost
+
 
 class InfrastructureError(Exception):
-    """Something outside the agent broke: the rollout gets no reward (never 0). `error_class` names the kind."""
+    """Something outside the agent broke: the rollout gets no reward (never 0).
+
+    `error_class` names the kind, a key of `evaluation.failures`; each class has its own, a raiser may say it better.
+    `usage` is what the failed call took, where that is known.
+    """
 
     error_class = "infrastructure"
+
+    def __init__(self, message: str, error_class: str | None = None, usage: Usage | None = None) -> None:
+        super().__init__(message)
+        if error_class is not None:
+            self.error_class = error_class
+        self.usage = usage
 
 
 class EngineError(InfrastructureError):
@@ -58,6 +91,8 @@ class Execution:
 
     output: str
     exit_code: int = 0
+    note: str = ""
+    """What else the agent should know, such as `stopped after 120 s`"""
 
 
 @runtime_checkable
@@ -130,6 +165,13 @@ class Completion:
     """Prompt length as the engine counted it"""
     cached_tokens: int = 0
     """How many prompt tokens were served from a kept prefix"""
+    text: str | None = None
+    """The reply as text, from an engine that speaks text; its `token_ids` are then only as many as the reply takes in
+    the next prompt, and are the model's own exactly where the engine gives them"""
+    reasoning: str | None = None
+    """What the model thought beside the reply, where it is to be sent back with the reply"""
+    usage: Usage | None = None
+    """What the call took in all, failed attempts included; None: one call, counted from the fields above"""
 
 
 @runtime_checkable
@@ -142,6 +184,15 @@ class Engine(Protocol):
 
     async def release(self, rollout_id: str) -> None:
         """The rollout is over: whatever was kept for it may be freed."""
+        ...
+
+
+@runtime_checkable
+class MeasuringEngine(Engine, Protocol):
+    """An engine that can say how long a prompt is before it is asked to continue it."""
+
+    async def measure(self, messages: Sequence[dict[str, str]]) -> int | None:
+        """Tokens of these chat messages, the template's own included, no generation prompt; None if unknown."""
         ...
 
 
@@ -160,6 +211,8 @@ class Renderer(Protocol):
     """Ids that open an assistant message; the model samples what follows."""
     special_ids: frozenset[int]
     """Control tokens: they never stand inside a well-formed reply, only at its end"""
+    count_source: CountSource
+    """What the number of ids is worth as a count of the model's tokens"""
 
     def message(self, role: Literal["system", "user"], text: str) -> list[int]:
         """Ids of one whole message. Special tokens inside `text` stay text."""
@@ -176,13 +229,3 @@ class Renderer(Protocol):
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of sampled ids without the end token; control tokens inside it show as their text."""
         ...
-
-
-@dataclass
-class Usage:
-    """Counts of one rollout's engine calls."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    calls: int = field(default=0)

@@ -10,7 +10,7 @@ import numpy as np
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from compaction.protocols import FinishReason
+from compaction.protocols import CountSource, FinishReason
 
 _PROBE = "\u241f"
 """A symbol no template contains: marks where a message's content stands in the rendered template."""
@@ -30,7 +30,9 @@ class ChatTemplateRenderer:
     messages, or renders a message differently alone and among others.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, count_source: CountSource = "exact") -> None:
+        """`count_source`: "tokenizer" where the engine renders by itself and these ids only count for it."""
+        self.count_source: CountSource = count_source
         self._tokenizer = tokenizer
         self._text = _as_plain_text(tokenizer)
         if not tokenizer.chat_template or tokenizer.eos_token_id is None:
@@ -127,10 +129,10 @@ def _as_plain_text(tokenizer: Any) -> Tokenizer:
     return backend
 
 
-def load_renderer(folder: str | Path) -> ChatTemplateRenderer:
+def load_renderer(folder: str | Path, count_source: CountSource = "exact") -> ChatTemplateRenderer:
     """The renderer of a checkpoint folder's tokenizer. Raises FileNotFoundError naming a missing folder."""
     from transformers import AutoTokenizer  # not at import: the ground floor stays light
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"checkpoint folder {folder} does not exist")
-    return ChatTemplateRenderer(AutoTokenizer.from_pretrained(str(folder)))
+    return ChatTemplateRenderer(AutoTokenizer.from_pretrained(str(folder)), count_source)

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from compaction.history import ids
-from compaction.protocols import Completion, Usage
+from compaction.protocols import Completion, CountSource, Usage
 from compaction.settings import AgentSettings
 
 SegmentKind = Literal["execution", "summary"]
@@ -172,6 +172,8 @@ class Rollout:
     turns: tuple[TurnRecord, ...] = ()
     compactions: tuple[CompactionRecord, ...] = ()
     usage: Usage = field(default_factory=Usage)
+    count_source: CountSource = "exact"
+    """Only exact rollouts can be trained on: of the others the ids merely count"""
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     """Wall seconds in `generate` and `environment`; not part of equality"""
 

@@ -42,6 +42,7 @@ SCHEMA = pa.schema(
         ("turns", pa.string()),
         ("compactions", pa.string()),
         ("usage", pa.string()),
+        ("count_source", pa.string()),
         ("seconds", pa.string()),
     ]
 )
@@ -81,6 +82,7 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "turns": json.dumps([asdict(t) for t in rollout.turns]),
         "compactions": json.dumps([asdict(c) for c in rollout.compactions]),
         "usage": json.dumps(asdict(rollout.usage)),
+        "count_source": rollout.count_source,
         "seconds": json.dumps(rollout.seconds),
     }
 
@@ -98,6 +100,7 @@ def _from_row(row: dict[str, Any]) -> Rollout:
             CompactionRecord(**{**c, "discarded": tuple(c["discarded"])}) for c in json.loads(row["compactions"])
         ),
         usage=Usage(**json.loads(row["usage"])),
+        count_source=row["count_source"],
         seconds=json.loads(row["seconds"]),
     )
 
