@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from compaction.protocols import Environment, TaskLimits
 from evaluation.settings import SandboxSettings
+from evaluation.tasksets.task_toml import HealthCheckTable, TaskToml, describe_mistakes
+
+_TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
+"""Harbor's: a value that is wholly ${VAR} or ${VAR:-default}"""
+
+
+class TaskFolderError(ValueError):
+    """A task folder that cannot be run as it stands; the message names the folder, the field and what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,8 @@ class TaskFolder:
     """A ready image; else environment/Dockerfile is built"""
     workdir: str | None = None
     """`[environment] workdir`; None: the image's own WORKDIR"""
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, repr=False)
+    """As written: `${VAR}` is read from this machine's environment at use, by `resolve_env`; so in the other two"""
     network: Literal["public", "no-network"] = "public"
     cpus: float | None = None
     memory_mb: int | None = None
@@ -46,8 +62,8 @@ class TaskFolder:
     agent_user: str | None = None
     verifier_timeout: float = 600.0
     verifier_user: str | None = None
-    verifier_env: dict[str, str] = field(default_factory=dict)
-    solution_env: dict[str, str] = field(default_factory=dict)
+    verifier_env: dict[str, str] = field(default_factory=dict, repr=False)
+    solution_env: dict[str, str] = field(default_factory=dict, repr=False)
     healthcheck: HealthCheck | None = None
     max_turns: int | None = None
     """`[metadata] max_turns`"""
@@ -89,3 +105,143 @@ class FolderTask:
         from evaluation.environments.bubblewrap import LocalEnvironment
 
         return LocalEnvironment(self.folder, self.sandbox, self.evidence)
+
+
+def load_task_folder(path: str | Path) -> TaskFolder:
+    """Reads and checks one task folder.
+
+    Raises TaskFolderError for whatever is missing, malformed or not supported. Windows line ends and a byte order
+    mark are read past in task.toml and instruction.md; in a shell script they are refused, for it would not run.
+    """
+    root = Path(path).absolute()
+    if not root.is_dir():
+        raise TaskFolderError(f"task folder {root} {'is a file' if root.exists() else 'does not exist'}")
+    toml = _read_toml(root)
+    _check_files(root, toml)
+    environment, check = toml.environment, toml.environment.healthcheck
+    return TaskFolder(
+        path=root,
+        name=toml.task.name.split("/")[-1] if toml.task else root.name,
+        instruction=_read_instruction(root),
+        checksum=folder_checksum(root),
+        docker_image=environment.docker_image,
+        workdir=environment.workdir,
+        env=environment.env,
+        network=environment.network,
+        cpus=environment.cpus,
+        memory_mb=environment.memory_mb or environment.memory,
+        storage_mb=environment.storage_mb or environment.storage,
+        build_timeout=environment.build_timeout_sec,
+        agent_timeout=toml.agent.timeout_sec,
+        agent_user=toml.agent.user,
+        verifier_timeout=toml.verifier.timeout_sec,
+        verifier_user=toml.verifier.user,
+        verifier_env=toml.verifier.env,
+        solution_env=toml.solution.env,
+        healthcheck=_health_check(check) if check else None,
+        max_turns=toml.metadata.get("max_turns"),
+        notes=toml.notes(),
+    )
+
+
+def resolve_env(values: Mapping[str, str], where: str) -> dict[str, str]:
+    """Variables as a process gets them: `${VAR}` and `${VAR:-default}` from this machine's environment, like Harbor.
+
+    Raises TaskFolderError naming each variable that is not set. `where` says whose variables they are.
+    """
+    resolved: dict[str, str] = {}
+    missing: list[str] = []
+    for name, value in values.items():
+        template = _TEMPLATE.fullmatch(value)
+        if template is None:
+            resolved[name] = value
+            continue
+        found = os.environ.get(template[1], template[2])
+        if found is None:
+            missing.append(f"{template[1]} (for {name})")
+        else:
+            resolved[name] = found
+    if missing:
+        raise TaskFolderError(f"{where}: not set in this machine's environment: {', '.join(missing)}; export them")
+    return resolved
+
+
+def folder_checksum(root: Path) -> str:
+    """Digest over the relative paths and contents of a folder's files; modes and times do not count."""
+    digest = hashlib.sha256()
+    for file in sorted(_files(root), key=lambda file: file.relative_to(root).as_posix()):
+        content = str(file.readlink()).encode() if file.is_symlink() else file.read_bytes()
+        name = file.relative_to(root).as_posix().encode(errors="surrogateescape")
+        digest.update(b"%d %d " % (len(name), len(content)) + name + content)
+    return digest.hexdigest()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """All but what Python leaves beside a module when it is installed or run."""
+    for path in root.rglob("*"):
+        if (path.is_file() or path.is_symlink()) and "__pycache__" not in path.relative_to(root).parts:
+            yield path
+
+
+def _read_text(root: Path, name: str) -> str:
+    file = root / name
+    if not file.is_file():
+        raise TaskFolderError(f"task folder {root}: {name} is missing")
+    try:
+        return file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise TaskFolderError(f"task folder {root}: {name} is not UTF-8 (byte {error.start})") from None
+
+
+def _read_toml(root: Path) -> TaskToml:
+    try:
+        return TaskToml.model_validate(tomllib.loads(_read_text(root, "task.toml")))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskFolderError(f"task folder {root}: task.toml is not TOML: {error}") from None
+    except ValidationError as error:
+        raise TaskFolderError(f"task folder {root}: task.toml: {'; '.join(describe_mistakes(error))}") from None
+
+
+def _read_instruction(root: Path) -> str:
+    text = _read_text(root, "instruction.md")
+    if not text.strip():
+        raise TaskFolderError(f"task folder {root}: instruction.md is empty; write what the agent is to do")
+    return text
+
+
+def _check_files(root: Path, toml: TaskToml) -> None:
+    """The parts beside task.toml: those that must be there, and those that ask for what is not supported."""
+    environment = root / "environment"
+    unsupported = {
+        "steps": "a task with steps is not supported; make each step a task folder of its own",
+        "trajectory.json": "an agent that starts from an earlier trajectory is not supported; take the file out",
+        **{
+            f"environment/{name}": "several containers are not supported; describe one in environment/Dockerfile"
+            for name in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+        },
+    }
+    for name, why in unsupported.items():
+        if (root / name).exists():
+            raise TaskFolderError(f"task folder {root}: {name}: {why}")
+    if toml.environment.docker_image is None and not (environment / "Dockerfile").is_file():
+        what = "environment/Dockerfile" if environment.is_dir() else "the folder environment/ with a Dockerfile"
+        raise TaskFolderError(f"task folder {root}: {what} is missing, and task.toml names no environment.docker_image")
+    _read_text(root, "tests/test.sh")
+    for name in ("tests/test.sh", "solution/solve.sh"):
+        script = root / name
+        if script.is_file() and (b"\r\n" in (content := script.read_bytes()) or content.startswith(b"\xef\xbb\xbf")):
+            raise TaskFolderError(
+                f"task folder {root}: {name} has Windows line ends or a byte order mark, with which no shell runs it; "
+                f"convert it: sed -i '1s/^\\xef\\xbb\\xbf//; s/\\r$//' {name}"
+            )
+
+
+def _health_check(table: HealthCheckTable) -> HealthCheck:
+    return HealthCheck(
+        command=table.command,
+        interval=table.interval_sec,
+        timeout=table.timeout_sec,
+        start_period=table.start_period_sec,
+        start_interval=table.start_interval_sec,
+        retries=table.retries,
+    )
