@@ -7,15 +7,15 @@ any environment.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from compaction import window
+from compaction.calls import EngineCalls
 from compaction.history import History, Message, Turn, ids
 from compaction.protocols import (
     Completion,
@@ -23,13 +23,10 @@ from compaction.protocols import (
     Engine,
     EngineError,
     Environment,
-    GenerateRequest,
     InfrastructureError,
-    MeasuringEngine,
     Recorder,
     Renderer,
     Task,
-    Usage,
     VerifierError,
 )
 from compaction.rollout import (
@@ -38,7 +35,6 @@ from compaction.rollout import (
     Rollout,
     Segment,
     SegmentBuilder,
-    SegmentKind,
     StopReason,
     TurnRecord,
 )
@@ -58,16 +54,19 @@ async def run_rollout(
     seed: int,
     rollout_id: str,
     recorder: Recorder | None = None,
+    grade_after: Callable[[str], bool] = lambda error_class: False,
 ) -> Rollout:
     """Attempts `task` once.
 
     Sampling is decided by `seed`, the task's id and `rollout_id`: call i is seeded by (seed, task id, rollout id, i).
-    Infrastructure failures end in a Rollout without reward; raises WindowTooSmall before anything is spent, and
-    ValueError for an unknown scaffold or prompt pack. The environment is stopped and the engine released in any case.
+    Infrastructure failures end in a Rollout without reward; where `grade_after` holds for an engine's error class, the
+    verifier still runs, and what it says stands in the outcome's detail, as evidence. The environment is stopped and
+    the engine released in any case. Raises WindowTooSmall before anything is spent, and ValueError for an unknown
+    scaffold or prompt pack.
     """
     loop = _Loop.start(task, engine, renderer, settings, seed, rollout_id, recorder)
     try:
-        outcome = await _attempt(loop)
+        outcome = await _attempt(loop, grade_after)
     except InfrastructureError as error:
         outcome = Outcome(None, "error", error.error_class, str(error))
     finally:
@@ -75,13 +74,27 @@ async def run_rollout(
     return loop.rollout(outcome)
 
 
-async def _attempt(loop: _Loop) -> Outcome:
+async def _attempt(loop: _Loop, grade_after: Callable[[str], bool]) -> Outcome:
     environment = loop.task.open()
     try:
         await environment.start()
-        return await loop.run(environment)
+        try:
+            return await loop.run(environment)
+        except EngineError as error:
+            if not grade_after(error.error_class):
+                raise
+            detail = f"{error} · {await _evidence(environment)}"
+            return Outcome(None, "error", error.error_class, detail)
     finally:
         await _clean_up(environment.stop(), f"rollout {loop.rollout_id}: environment.stop")
+
+
+async def _evidence(environment: Environment) -> str:
+    """What the verifier says of a rollout that its engine left."""
+    try:
+        return f"as it stood, the verifier gave {await environment.grade():g}; this does not count"
+    except InfrastructureError as error:
+        return f"as it stood, it could not be graded: {error}"
 
 
 async def _clean_up(step: Awaitable[None], name: str) -> None:
@@ -106,7 +119,7 @@ class _Loop:
     """State of one rollout in flight."""
 
     task: Task
-    engine: Engine
+    calls: EngineCalls
     renderer: Renderer
     settings: AgentSettings
     pack: PromptPack
@@ -117,13 +130,11 @@ class _Loop:
     recorder: Recorder | None
     history: History
     segment: SegmentBuilder
-    calls: int = 0
     segments: list[Segment] = field(default_factory=list)
     turns: list[TurnRecord] = field(default_factory=list)
     compactions: list[CompactionRecord] = field(default_factory=list)
     discarded: list[str] = field(default_factory=list)
-    usage: Usage = field(default_factory=Usage)
-    seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "environment": 0.0})
+    environment_seconds: float = 0.0
 
     @classmethod
     def start(
@@ -149,7 +160,8 @@ class _Loop:
         window.check_window(settings.compaction, len(system.token_ids), len(opening.token_ids), overheads)
         history = History(system, (opening,))
         return cls(
-            task=task, engine=engine, renderer=renderer, settings=settings, pack=pack,
+            task=task, calls=EngineCalls(engine, settings.temperature, (seed, task.id, rollout_id)),
+            renderer=renderer, settings=settings, pack=pack,
             scaffold=load_scaffold(settings.scaffold), overheads=overheads, seed=seed, rollout_id=rollout_id,
             recorder=recorder, history=history, segment=SegmentBuilder("execution", history.token_ids),
         )  # fmt: skip
@@ -188,9 +200,9 @@ class _Loop:
             outcome=outcome,
             turns=tuple(self.turns),
             compactions=tuple(self.compactions),
-            usage=self.usage,
+            usage=self.calls.usage,
             count_source=self.renderer.count_source,
-            seconds=self.seconds,
+            seconds={"generate": self.calls.seconds, "environment": self.environment_seconds},
         )
 
     async def _act(self, environment: Environment) -> None:
@@ -219,7 +231,9 @@ class _Loop:
         if room < self.settings.compaction.min_response:
             raise _Stop("context_full", f"|h| {self.history.tokens} of window {self.settings.compaction.window}")
         before = ids(self.renderer.generation_prompt)
-        completion = await self._generate(self.history.token_ids, before, room, "execution", self.history.messages())
+        completion = await self.calls.generate(
+            self.history.token_ids, before, room, "execution", self.history.messages()
+        )
         self.segment.observed(before)
         self.segment.sampled(completion)
         if completion.text is not None and completion.prompt_tokens:  # the engine's own count of this very context
@@ -243,7 +257,7 @@ class _Loop:
             self._record_turn(reply, "")
             raise
         finally:
-            self.seconds["environment"] += time.perf_counter() - started
+            self.environment_seconds += time.perf_counter() - started
 
     def _observe(self, reply: str, before: np.ndarray, completion: Completion, observation: str) -> None:
         """Adds the whole turn to the history, the observation clipped so that the summary request still fits."""
@@ -261,17 +275,14 @@ class _Loop:
             raise _Stop("context_full", "no room for the observation")
         after = ids([*close, *self.renderer.message("user", clipped)])
         self.segment.observed(after)
-        self.history = self.history.add(
-            Turn(reply, clipped, before, completion.token_ids, after, completion.reasoning)
-        )
+        self.history = self.history.add(Turn(reply, clipped, before, completion.token_ids, after, completion.reasoning))
         self._record_turn(reply, clipped)
 
     async def _measure(self) -> None:
         """Lets an engine that can count a context say how long this one is."""
-        if isinstance(self.engine, MeasuringEngine):
-            tokens = await self.engine.measure(self.history.messages())
-            if tokens is not None:
-                self.history = self.history.measured(tokens)
+        tokens = await self.calls.measure(self.history.messages())
+        if tokens is not None:
+            self.history = self.history.measured(tokens)
 
     def _text(self, completion: Completion) -> str:
         return self.renderer.decode(completion.token_ids) if completion.text is None else completion.text
@@ -312,7 +323,7 @@ class _Loop:
         rejected = None
         for _ in range(attempts):
             try:
-                completion = await self._generate(
+                completion = await self.calls.generate(
                     self.history.token_ids, asked, self.settings.compaction.summary_cap, "summary", messages
                 )
             except ContextLengthError as error:
@@ -355,55 +366,3 @@ class _Loop:
 
     def _user_message(self, text: str) -> Message:
         return Message("user", text, ids(self.renderer.message("user", text)))
-
-    async def _generate(
-        self,
-        context: np.ndarray,
-        asked: np.ndarray,
-        max_tokens: int,
-        kind: SegmentKind,
-        messages: tuple[dict[str, str], ...],
-    ) -> Completion:
-        """One call of the engine, seeded by (seed, task id, rollout id, call number)."""
-        key = f"{self.seed}|{self.task.id}|{self.rollout_id}|{self.calls}".encode()
-        self.calls += 1
-        request = GenerateRequest(
-            rollout_id=self.rollout_id,
-            prompt_ids=np.concatenate([context, asked]),
-            max_tokens=max_tokens,
-            temperature=self.settings.temperature,
-            seed=int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little"),
-            kind=kind,
-            messages=messages,
-        )
-        started = time.perf_counter()
-        try:
-            completion = await self.engine.generate(request)
-        except InfrastructureError as error:
-            if error.usage:
-                self.usage.add(error.usage)
-            raise
-        finally:
-            self.seconds["generate"] += time.perf_counter() - started
-        self.usage.add(completion.usage or _counted(completion, request))
-        _check_completion(completion, max_tokens)
-        return completion
-
-
-def _counted(completion: Completion, request: GenerateRequest) -> Usage:
-    """One call of an engine that keeps no accounts."""
-    prompt = completion.prompt_tokens or len(request.prompt_ids)
-    return Usage(prompt, len(completion.token_ids), completion.cached_tokens, calls=1)
-
-
-def _check_completion(completion: Completion, max_tokens: int) -> None:
-    """Refuses what could not be trained on. Raises EngineError."""
-    n = len(completion.token_ids)
-    if n > max_tokens and completion.text is None:
-        raise EngineError(f"the engine sampled {n} tokens where at most {max_tokens} were asked for")
-    if len(completion.logprobs) != n or len(completion.versions) != n:
-        raise EngineError(
-            f"the engine gave {len(completion.logprobs)} logprobs, {len(completion.versions)} versions for {n} tokens"
-        )
-    if not np.all(np.isfinite(completion.logprobs)) or np.any(np.asarray(completion.versions) < 0):
-        raise EngineError("the engine gave a logprob that is not finite, or a weight version below 0")

@@ -43,7 +43,7 @@ class AgentSettings(Settings):
     """How an agent is run: its window, its scaffold and how it samples."""
 
     compaction: CompactionSettings = CompactionSettings()
-    scaffold: str = Field("shell-line", description="how a reply becomes a command")
+    scaffold: str = Field("bash-block", description="how a reply becomes a command: bash-block, or shell-line (tiny)")
     temperature: float = Field(1.0, ge=0, description="sampling temperature of actions and summaries; 0 = greedy")
     max_turns: int = Field(250, ge=1, description="turn limit of a rollout")
     mode: Literal["training", "evaluation"] = Field(

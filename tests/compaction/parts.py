@@ -61,7 +61,7 @@ def small_settings(**changes: Any) -> AgentSettings:
     agent: dict[str, Any] = {"max_turns": 30}
     for name, value in changes.items():
         (agent if name in AgentSettings.model_fields else compaction)[name] = value
-    return AgentSettings(compaction=CompactionSettings(**compaction), **agent)
+    return AgentSettings(scaffold="shell-line", compaction=CompactionSettings(**compaction), **agent)
 
 
 @dataclass

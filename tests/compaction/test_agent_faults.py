@@ -17,8 +17,10 @@ from compaction.protocols import (
     Execution,
     GenerateRequest,
     TaskLimits,
+    Usage,
     VerifierError,
 )
+from compaction.rollout import Outcome
 from tests.compaction.parts import Files, FilesTask, ReleasedEngine, play, replies, small_settings
 
 LONG = ["cat a", "cat b"] * 12
@@ -266,3 +268,23 @@ def test_a_summary_request_that_does_not_fit_the_engine_is_recorded(renderer):
     assert rollout.outcome.stop_reason == "summary_failed"
     assert rollout.compactions[0].rejected == "context_length"
     assert [s.kind for s in rollout.segments] == ["execution"]
+
+
+class Refused(ReleasedEngine):
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if len(self.requests) == 2:
+            raise EngineError("429", "rate_limit", Usage(prompt_tokens=7, calls=3, cost=None))
+        return await super().generate(request)
+
+
+def test_what_an_engine_left_behind_is_graded_as_evidence_only_where_that_is_asked_for(renderer):
+    def attempt(**how: Any) -> Outcome:
+        task = FilesTask()
+        engine = Refused(replies(["echo 42 > answer", *LONG]), renderer)
+        rollout = asyncio.run(run_rollout(task, engine, renderer, small_settings(), seed=0, rollout_id="r", **how))
+        assert (rollout.outcome.reward, rollout.outcome.error_class) == (None, "rate_limit")
+        assert (rollout.usage.calls, rollout.usage.cost) == (5, None)  # what failed was paid for too
+        return rollout.outcome
+
+    assert "verifier" not in str(attempt().detail)
+    assert "the verifier gave 1; this does not count" in str(attempt(grade_after=lambda kind: True).detail)

@@ -84,7 +84,7 @@ def scripted_agent(checkpoint: Path) -> AgentSettings:
         window=192, threshold=60, max_response=8, min_response=3, summary_cap=20, cap=100, keep_recent=1,
         prompt_pack=str(checkpoint / "pack.yaml"), summary_retries=0,
     )  # fmt: skip
-    return AgentSettings(compaction=compaction, max_turns=MAX_TURNS, mode="training")
+    return AgentSettings(scaffold="shell-line", compaction=compaction, max_turns=MAX_TURNS, mode="training")
 
 
 class SleepingTrainer:

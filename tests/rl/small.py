@@ -58,7 +58,9 @@ def agent_settings(checkpoint: Path, **compaction: Any) -> AgentSettings:
         "window": 128, "threshold": 44, "max_response": 16, "min_response": 3, "summary_cap": 20, "cap": 2,
         "keep_recent": 1, "prompt_pack": str(checkpoint / "pack.yaml"), "summary_retries": 0,
     }  # fmt: skip
-    return AgentSettings(compaction=CompactionSettings(**(values | compaction)), max_turns=8, mode="training")
+    return AgentSettings(
+        scaffold="shell-line", compaction=CompactionSettings(**(values | compaction)), max_turns=8, mode="training"
+    )
 
 
 @dataclass

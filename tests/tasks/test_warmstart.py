@@ -24,6 +24,7 @@ from tests.rl.small import WORLD
 from tests.tasks.small_stages import Recording
 
 AGENT = AgentSettings(
+    scaffold="shell-line",
     compaction=CompactionSettings(
         window=128, threshold=44, max_response=24, min_response=3, summary_cap=22, cap=3, prompt_pack="tiny"
     ),

@@ -33,7 +33,9 @@ def run(
 ) -> list[tuple[TrailTask, Rollout]]:
     values = {"window": 128, "threshold": 56, "max_response": 26, "min_response": 4, "summary_cap": 24, "cap": 8}
     settings = AgentSettings(
-        compaction=CompactionSettings(**(values | compaction), prompt_pack="tiny", summary_retries=0), mode="training"
+        scaffold="shell-line",
+        compaction=CompactionSettings(**(values | compaction), prompt_pack="tiny", summary_retries=0),
+        mode="training",
     )
 
     async def all_of_them() -> list[tuple[TrailTask, Rollout]]:
