@@ -8,13 +8,13 @@ message as a user step; the turns kept behind it are not repeated.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from compaction.files import write_durably
 from compaction.rollout import CompactionRecord, Rollout, Segment, TurnRecord
 from compaction.summaries import PromptPack, load_prompt_pack
 
@@ -62,14 +62,7 @@ def atif_trajectory(rollout: Rollout, instruction: str, *, model_name: str, vers
 
 def write_atif(path: str | Path, trajectory: dict[str, Any]) -> Path:
     """Writes the trajectory as JSON, atomically. Raises OSError where the disk is full."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(trajectory, allow_nan=False), encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    return write_durably(Path(path), json.dumps(trajectory, allow_nan=False))
 
 
 def _acted(rollout: Rollout, pack: PromptPack, model_name: str) -> Iterator[dict[str, Any]]:

@@ -20,13 +20,17 @@ class FailurePolicy:
     """The verifier still runs, as evidence or for the reward."""
     counts: bool
     """The reward enters the score. If False the trial is unscored: reward None and the error class."""
+    ends_job: bool = False
+    """Every other trial would fail alike: the job starts no more"""
 
 
 _SANDBOX = FailurePolicy("sandbox", retry=True, grade=False, counts=False)
 _ENGINE = FailurePolicy("engine", retry=True, grade=True, counts=False)
 _VERIFIER = FailurePolicy("verifier", retry=False, grade=True, counts=False)
 _REQUEST = FailurePolicy("request", retry=False, grade=True, counts=False)
-_FINAL = FailurePolicy("final", retry=False, grade=False, counts=False)
+_BUDGET = FailurePolicy("budget", retry=False, grade=True, counts=False, ends_job=True)
+_FINAL = FailurePolicy("final", retry=False, grade=False, counts=False, ends_job=True)
+_CANCELLED = FailurePolicy("cancelled", retry=False, grade=False, counts=False)
 _AGENT = FailurePolicy("agent", retry=False, grade=True, counts=True)
 
 FAILURE_POLICY: dict[str, FailurePolicy] = {
@@ -49,10 +53,10 @@ FAILURE_POLICY: dict[str, FailurePolicy] = {
     "reward_empty": _VERIFIER,
     "reward_invalid": _VERIFIER,
     "bad_request": _REQUEST,
-    "budget_exceeded": _REQUEST,
+    "budget_exceeded": _BUDGET,
     "authentication": _FINAL,
     "model_not_found": _FINAL,
-    "cancelled": _FINAL,
+    "cancelled": _CANCELLED,
     "deadline": _AGENT,
     "max_turns": _AGENT,
     "context_full": _AGENT,

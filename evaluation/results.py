@@ -35,6 +35,7 @@ class CellResult(Settings):
     scored: int = Field(ge=0, description="trials with a reward")
     errored: int = Field(ge=0, description="trials without a reward")
     error_classes: dict[str, int] = Field(description="trials without a reward by kind of failure")
+    coverage: float = Field(ge=0, le=1, description="share of trials that have a reward")
     pass_at_1: float | None = Field(
         ge=0, le=1, description="mean over tasks of the task's mean reward over its scored attempts"
     )
@@ -52,7 +53,15 @@ class CellResult(Settings):
     summary_tokens: float | None = Field(ge=0, description="mean sampled tokens of an accepted summary")
     rejected_summaries: int = Field(ge=0, description="sampled summaries that were not accepted")
     turns: float = Field(ge=0, description="mean turns per trial")
+    commands: float = Field(ge=0, description="mean commands run per trial")
+    repeated_commands: float = Field(
+        ge=0, description="mean per trial of commands run again after a compaction, word for word"
+    )
     generated_tokens: float = Field(ge=0, description="mean sampled tokens per trial")
+    prompt_tokens: float = Field(ge=0, description="mean prompt tokens per trial, cached ones included")
+    cached_tokens: float = Field(ge=0, description="mean prompt tokens per trial that a kept prefix served")
+    cost: float | None = Field(ge=0, description="US dollars of all trials; null where a price is unknown")
+    count_sources: dict[str, int] = Field(description="trials by what |h| was counted with: exact, tokenizer, estimate")
     stop_reasons: dict[str, int] = Field(description="trials by why they ended")
     task_scores: dict[str, float] = Field(
         description="per task: mean reward over its scored attempts; for paired tests"
@@ -73,11 +82,6 @@ class CellResult(Settings):
     @property
     def cell(self) -> Cell:
         return Cell(self.variant, self.seed, self.window, self.cap, self.keep_recent, self.temperature)
-
-    @property
-    def coverage(self) -> float:
-        """Share of trials that have a reward."""
-        return self.scored / self.n_trials
 
     @property
     def interval(self) -> Interval | None:
@@ -109,6 +113,7 @@ def summarize_cell(cell: Cell, trials: Sequence[TrialResult], *, mlflow_run_id: 
         scored=len(scored),
         errored=len(trials) - len(scored),
         error_classes=_counts(trial.error_class for trial in trials if trial.error_class is not None),
+        coverage=len(scored) / len(trials),
         pass_at_1=mean_std(list(task_scores.values()))[0],
         pass_at_1_std=mean_std(list(repeat_scores.values()))[1],
         ci_low=interval.low if interval else None,
@@ -120,7 +125,13 @@ def summarize_cell(cell: Cell, trials: Sequence[TrialResult], *, mlflow_run_id: 
         summary_tokens=mean_std(summaries)[0],
         rejected_summaries=sum(trial.rejected_summaries for trial in trials),
         turns=float(np.mean([trial.turns for trial in trials])),
+        commands=float(np.mean([trial.commands for trial in trials])),
+        repeated_commands=float(np.mean([trial.repeated_commands for trial in trials])),
         generated_tokens=float(np.mean([trial.generated_tokens for trial in trials])),
+        prompt_tokens=float(np.mean([trial.prompt_tokens for trial in trials])),
+        cached_tokens=float(np.mean([trial.cached_tokens for trial in trials])),
+        cost=_total_cost(trials),
+        count_sources=_counts(trial.count_source for trial in trials),
         stop_reasons=_counts(trial.stop_reason for trial in trials),
         task_scores=task_scores,
         task_summary_tokens=_summary_tokens_by_task(trials),
@@ -165,6 +176,11 @@ def _summary_tokens_by_task(trials: Iterable[TrialResult]) -> dict[str, float]:
     for trial in trials:
         groups[trial.key.task].extend(trial.summary_tokens)
     return {task: float(np.mean(groups[task])) for task in sorted(groups) if groups[task]}
+
+
+def _total_cost(trials: Iterable[TrialResult]) -> float | None:
+    costs = [trial.cost for trial in trials]
+    return None if None in costs else float(sum(cost for cost in costs if cost is not None))
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

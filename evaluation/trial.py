@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from compaction.protocols import CountSource
 from compaction.rollout import Rollout, StopReason
+from compaction.scaffolds import load_scaffold
 from compaction.settings import Settings
 
 
@@ -46,9 +48,15 @@ class TrialResult(Settings):
     summary_tokens: tuple[int, ...] = Field(description="sampled tokens of each accepted summary, in order")
     rejected_summaries: int = Field(ge=0, description="sampled summaries that were not accepted")
     turns: int = Field(ge=0, description="turns, over all windows")
+    commands: int = Field(ge=0, description="commands run, over all windows")
+    repeated_commands: int = Field(
+        ge=0, description="commands after a compaction that had been run, word for word, before it"
+    )
     generated_tokens: int = Field(ge=0, description="tokens sampled, discarded summaries included")
     prompt_tokens: int = Field(ge=0, description="prompt tokens over all calls, cached ones included")
     cached_tokens: int = Field(ge=0, description="prompt tokens that a kept prefix served")
+    cost: float | None = Field(ge=0, description="US dollars, failed calls included; null where a price is unknown")
+    count_source: CountSource = Field(description="what |h| was counted with: exact ids, a tokenizer, an estimate")
 
     @model_validator(mode="after")
     def _reward_or_error(self) -> TrialResult:
@@ -66,6 +74,7 @@ def trial_result(key: TrialKey, rollout: Rollout) -> TrialResult:
     uncompacted ones would hide it. Raises ValueError where the key names another task or setting than the rollout ran.
     """
     _check_key(key, rollout)
+    commands, repeated = _commands(rollout)
     return TrialResult(
         key=key,
         seed=rollout.seed,
@@ -78,10 +87,35 @@ def trial_result(key: TrialKey, rollout: Rollout) -> TrialResult:
         summary_tokens=tuple(rollout.summary_tokens),
         rejected_summaries=sum(len(c.discarded) + (c.rejected is not None) for c in rollout.compactions),
         turns=len(rollout.turns),
+        commands=commands,
+        repeated_commands=repeated,
         generated_tokens=rollout.usage.completion_tokens,
         prompt_tokens=rollout.usage.prompt_tokens,
         cached_tokens=rollout.usage.cached_tokens,
+        cost=rollout.usage.cost,
+        count_source=rollout.count_source,
     )
+
+
+def _commands(rollout: Rollout) -> tuple[int, int]:
+    """(commands run, those among them that a compaction had made the agent forget to have run).
+
+    A command in a later window counts as repeated where the same text was run before the compaction that opened the
+    window; in the first window nothing is forgotten, and running the tests again there is no repetition.
+    """
+    scaffold = load_scaffold(rollout.settings.scaffold)
+    resumed_after = [c.after_turn for c in rollout.compactions if c.tokens_after is not None]
+    first_run: dict[str, int] = {}
+    commands = repeated = 0
+    for number, turn in enumerate(rollout.turns):
+        action = scaffold.parse(turn.action, "stop")
+        if action.kind != "command":
+            continue
+        commands += 1
+        window_start = max((after for after in resumed_after if after <= number), default=0)
+        text = " ".join(action.text.split())
+        repeated += first_run.setdefault(text, number) < window_start
+    return commands, repeated
 
 
 def _check_key(key: TrialKey, rollout: Rollout) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from compaction.differences import MISSING, flatten
 from evaluation.analysis.comparison import (
     Gain,
     Metrics,
@@ -36,7 +37,6 @@ from flows.reproduce import read_curves
 from flows.runs import RunFolder, find_run
 from flows.services import Home
 from tasks.errors import CommandError, UserError
-from tasks.explain import MISSING, flatten
 
 LETTERS = string.ascii_uppercase
 NAMED_POINTS = 4

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compaction.files import write_durably
 from evaluation.analysis.pooling import PresetPoint
 from evaluation.results import CellResult
 from flows.chain import Chain, Plan, in_order
@@ -20,7 +21,7 @@ from flows.pages import flow_run_page, mlflow_note, publish_mlflow_link, publish
 from flows.runs import RunFolder
 from flows.services import Home
 from tasks.artifacts import PrefectProgress, Publisher
-from tasks.caching import Manifest, StageStore, sha256_json, write_durably
+from tasks.caching import Manifest, StageStore, sha256_json
 from tasks.cluster import Cluster
 from tasks.errors import CommandError
 from tasks.stages import StageRecord, StageRunner

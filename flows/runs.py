@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from compaction.files import write_durably
 from flows.services import Home
-from tasks.caching import write_durably
 from tasks.errors import CommandError, UserError
 from tasks.processes import ProcessId
 

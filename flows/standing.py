@@ -9,8 +9,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from compaction.files import write_durably
 from flows.local_server import LocalServer
-from tasks.caching import write_durably
 from tasks.processes import ProcessId, stop_process
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from compaction.files import write_durably
 from tasks.errors import CommandError
 from tasks.explain import explain_difference
 
@@ -337,19 +338,6 @@ def file_digest(path: Path) -> str:
             file.seek((size - BLOCK_BYTES) * i // (SAMPLED_BLOCKS - 1))
             total.update(file.read(BLOCK_BYTES))
         return "sampled:" + total.hexdigest()
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Whole or not at all, also after a power cut."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from filelock import FileLock
 
+from compaction.differences import flatten
 from tasks.caching import SOURCES
 from tasks.errors import CommandError
-from tasks.explain import flatten
 from tasks.processes import ProcessId
 
 if TYPE_CHECKING:

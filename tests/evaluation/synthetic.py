@@ -90,9 +90,13 @@ def make_cell(
                 summary_tokens=tuple(int(max(1, t)) for t in tokens),
                 rejected_summaries=0,
                 turns=int(rng.integers(6, 24)),
+                commands=int(rng.integers(6, 24)),
+                repeated_commands=0,
                 generated_tokens=int(rng.integers(100, 400)),
                 prompt_tokens=int(rng.integers(2_000, 6_000)),
                 cached_tokens=1_000,
+                cost=0.0,
+                count_source="exact",
             )
         )
     return summarize_cell(cell, trials)

@@ -34,6 +34,10 @@ def trial(task: str, reward: float | None, repeat: int = 0, summaries: tuple[int
         "generated_tokens": 100,
         "prompt_tokens": 1000,
         "cached_tokens": 0,
+        "commands": 9,
+        "repeated_commands": 0,
+        "cost": 0.25,
+        "count_source": "exact",
     }
     return TrialResult(**{**fields, **change})
 

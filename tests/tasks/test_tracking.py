@@ -52,7 +52,9 @@ def cell_result(**changes: object) -> CellResult:
         "repeats": 1, "n_tasks": 4, "n_trials": 4, "scored": 4, "errored": 0, "error_classes": {},
         "pass_at_1": 0.75, "pass_at_1_std": None, "ci_low": 0.25, "ci_high": 1.0, "pass_at_1_compacted": 0.5,
         "pass_at_1_uncompacted": 1.0, "compacted_share": 0.5, "compactions_per_rollout": 0.5, "summary_tokens": 21.5,
-        "rejected_summaries": 0, "turns": 6.0, "generated_tokens": 40.0, "stop_reasons": {"finished": 4},
+        "rejected_summaries": 0, "turns": 6.0, "generated_tokens": 40.0, "coverage": 1.0, "commands": 5.0,
+            "repeated_commands": 0.0, "prompt_tokens": 90.0, "cached_tokens": 0.0, "cost": None,
+            "count_sources": {"exact": 4}, "stop_reasons": {"finished": 4},
         "task_scores": {"a": 0.75}, "task_summary_tokens": {"a": 21.5},
     }  # fmt: skip
     return CellResult.model_validate(values | changes)
