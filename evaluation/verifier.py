@@ -84,6 +84,8 @@ def grade(sandbox: GradedSandbox, folder: TaskFolder, evidence: Path | None) -> 
 
     Raises VerifierError where there is no reward, with the error class that says why.
     """
+    if not (folder.path / "tests" / "test.sh").is_file():
+        raise VerifierError(f"task {folder.name} has no tests/test.sh in {folder.path}")
     sandbox.end_processes()
     root = Session("/")
     cleaned = sandbox.run(Script(_CLEAN, root, _CLEANING_SECONDS, user="root"))
