@@ -50,15 +50,12 @@ def authorization(base_url: str, key_variable: str) -> dict[str, str]:
     """
     if base_url in _userinfo:
         return {"Authorization": f"Basic {_basic(*_userinfo[base_url])}"}
-    key = _key(key_variable)
-    if not key:
-        return {}
-    if not (key.isascii() and key.isprintable() and " " not in key):
+    if not _fits_a_header(_key(key_variable)):  # no variable here holds it: a traceback may show them
         raise EngineError(
             f"variable {key_variable} holds characters that no key has (spaces, line ends or non-ASCII); set it anew",
             "authentication",
         )
-    return {"Authorization": f"Bearer {key}"}
+    return {"Authorization": f"Bearer {_key(key_variable)}"} if _key(key_variable) else {}
 
 
 def describe_credentials(base_url: str, key_variable: str) -> str:
@@ -83,6 +80,10 @@ def redact(text: str, base_url: str, key_variable: str) -> str:
 def _key(variable: str) -> str:
     """Read at every call: it may be renewed while a job runs."""
     return os.environ.get(variable, "").strip()
+
+
+def _fits_a_header(key: str) -> bool:
+    return key.isascii() and key.isprintable() and " " not in key
 
 
 def _basic(user: str, password: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -23,6 +25,12 @@ from compaction.engines.endpoint_settings import EndpointSettings
 
 _CONNECT_SECONDS = 30.0
 """A server that has not taken the connection by then will not"""
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Those trusted here; reading them takes longer than many a call."""
+    return httpx.create_ssl_context()
 
 
 class Connection:
@@ -77,6 +85,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = httpx.AsyncClient(
+                verify=_certificates(),
                 timeout=httpx.Timeout(None, connect=min(self._settings.timeout, _CONNECT_SECONDS)),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=100),  # the job bounds them
                 trust_env=urlsplit(self._settings.base_url).hostname not in ("localhost", "127.0.0.1", "::1"),
