@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import docker
@@ -42,6 +43,7 @@ _CALL_SECONDS = 60.0
 _KEEP_ALIVE = ["sh", "-c", "exec sleep 2147483647"]
 _OWN_PROCESSES = 2
 """Docker's init and the keep-alive"""
+_ENDED = "everything that ran in the sandbox was ended"
 _POLL_SECONDS = 0.2
 _MIB = 1 << 20
 _NO_WORKDIR = 43
@@ -78,13 +80,14 @@ class DockerEnvironment(Sandbox):
     def run(self, script: Script) -> Ran:
         with _talking():
             exchange = self._exchange(script)
-            if not exchange.started and not exchange.timed_out:  # no process slot left, or the container is gone
-                if self._is_running():
-                    self._restart()
-                else:
-                    self._revive()
-                exchange = self._exchange(script)
-            return self._outcome(script, exchange)
+            if exchange.started or exchange.timed_out:
+                return self._outcome(script, exchange)
+            if self._is_running():  # no process slot left
+                self._restart()
+            else:
+                self._revive()
+            ran = self._outcome(script, self._exchange(script))
+            return replace(ran, note=ran.note or f"before it, {_ENDED}")
 
     def put(self, archive: bytes) -> None:
         with _talking():
@@ -168,12 +171,11 @@ class DockerEnvironment(Sandbox):
             return Ran(run.output(), code, session, self._note(code))
         if run.timed_out:
             self._restart()
-            note = f"stopped after {script.seconds:g} s; everything that ran in the sandbox was ended"
+            note = f"stopped after {script.seconds:g} s; {_ENDED}"
             return Ran(run.output(), 137, note=note, timed_out=True)
         if not self._is_running():
             self._revive()
-            note = "everything that ran in the sandbox was ended; it was started again"
-            return Ran(run.output(), 137, note=note)
+            return Ran(run.output(), 137, note=_ENDED)
         if not run.started:
             return Ran(run.complaint(), 126, note="the sandbox's shell could not run it")
         code = run.exit_code()
