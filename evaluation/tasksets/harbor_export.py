@@ -9,7 +9,9 @@ import json
 import shlex
 from pathlib import Path
 
-from evaluation.tasksets.trail import TrailTask
+from evaluation.tasksets.trail import Split, TrailSettings, TrailTask, trail_tasks
+
+BASE_IMAGE = "debian:bookworm-slim"
 
 WORKDIR = "/trail"
 """The agent's folder in the container"""
@@ -47,7 +49,7 @@ workdir = "{workdir}"
 """
 
 _DOCKERFILE = """\
-FROM debian:bookworm-slim
+FROM {base_image}
 ENV LC_ALL=C
 WORKDIR {workdir}
 COPY files/ {workdir}/
@@ -76,8 +78,16 @@ cd "${{TRAIL_ROOT:-}}{workdir}" || exit 1
 """
 
 
-def export_harbor(task: TrailTask, folder: str | Path) -> Path:
-    """Writes the task below `folder`, in a subfolder named by the task's id, and returns that subfolder.
+def export_trail(
+    folder: str | Path, world: TrailSettings, split: Split, n: int, seed: int = 0, base_image: str = BASE_IMAGE
+) -> list[Path]:
+    """Writes the first n tasks of a split under a seed as a set of task folders. Raises FileExistsError as below."""
+    return [export_harbor(task, folder, base_image) for task in trail_tasks(world, split, n, seed)]
+
+
+def export_harbor(task: TrailTask, folder: str | Path, base_image: str = BASE_IMAGE) -> Path:
+    """Writes the task below `folder`, in a subfolder named by the task's id, and returns that subfolder. The image needs
+    a shell and the core tools only; in the local sandbox the machine's own stand in for it.
 
     Raises FileExistsError where it exists already: a task folder is never mixed from two.
     """
@@ -94,7 +104,7 @@ def export_harbor(task: TrailTask, folder: str | Path) -> Path:
             workdir=WORKDIR,
         ),
         "instruction.md": task.instruction,
-        "environment/Dockerfile": _DOCKERFILE.format(workdir=WORKDIR),
+        "environment/Dockerfile": _DOCKERFILE.format(base_image=base_image, workdir=WORKDIR),
         "tests/test.sh": _TEST.format(
             workdir=WORKDIR, out=shlex.quote(task.out), answer=shlex.quote(" ".join(task.answer))
         ),

@@ -7,13 +7,13 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
-from compaction.protocols import Environment, TaskLimits
+from compaction.protocols import Environment, EnvironmentFailure, TaskLimits
 from evaluation.settings import SandboxSettings
 from evaluation.tasksets.task_toml import HealthCheckTable, TaskToml, describe_mistakes
 
@@ -98,13 +98,15 @@ class FolderTask:
         return TaskLimits(self.folder.max_turns, min(timeouts) if timeouts else None)
 
     def open(self) -> Environment:
+        """Raises EnvironmentFailure where a variable that the task asks for is not set on this machine."""
+        folder = _with_values(self.folder)
         if self.sandbox.kind == "docker":
             from evaluation.environments.docker import DockerEnvironment
 
-            return DockerEnvironment(self.folder, self.sandbox, self.evidence)
+            return DockerEnvironment(folder, self.sandbox, self.evidence)
         from evaluation.environments.bubblewrap import LocalEnvironment
 
-        return LocalEnvironment(self.folder, self.sandbox, self.evidence)
+        return LocalEnvironment(folder, self.sandbox, self.evidence)
 
 
 def load_task_folder(path: str | Path) -> TaskFolder:
@@ -147,23 +149,33 @@ def load_task_folder(path: str | Path) -> TaskFolder:
 def resolve_env(values: Mapping[str, str], where: str) -> dict[str, str]:
     """Variables as a process gets them: `${VAR}` and `${VAR:-default}` from this machine's environment, like Harbor.
 
-    Raises TaskFolderError naming each variable that is not set. `where` says whose variables they are.
+    Raises TaskFolderError naming each that is not set. `where` says whose variables they are.
     """
-    resolved: dict[str, str] = {}
-    missing: list[str] = []
-    for name, value in values.items():
-        template = _TEMPLATE.fullmatch(value)
-        if template is None:
-            resolved[name] = value
-            continue
-        found = os.environ.get(template[1], template[2])
-        if found is None:
-            missing.append(f"{template[1]} (for {name})")
-        else:
-            resolved[name] = found
+    resolved = {name: _value(value) for name, value in values.items()}
+    missing = [f"{values[name]} for {name}" for name, value in resolved.items() if value is None]
     if missing:
-        raise TaskFolderError(f"{where}: not set in this machine's environment: {', '.join(missing)}; export them")
-    return resolved
+        raise TaskFolderError(f"{where}: not set in this machine's environment: {', '.join(missing)}; export it")
+    return {name: value for name, value in resolved.items() if value is not None}
+
+
+def _value(value: str) -> str | None:
+    """None where the value is a `${VAR}` that is not set."""
+    template = _TEMPLATE.fullmatch(value)
+    return value if template is None else os.environ.get(template[1], template[2])
+
+
+def _with_values(folder: TaskFolder) -> TaskFolder:
+    """The folder with its variables as processes get them. What only the solution asks for may stay as it is written:
+    an agent's trial does not need it."""
+    try:
+        return replace(
+            folder,
+            env=resolve_env(folder.env, f"task {folder.name}: environment.env"),
+            verifier_env=resolve_env(folder.verifier_env, f"task {folder.name}: verifier.env"),
+            solution_env={name: _value(value) or value for name, value in folder.solution_env.items()},
+        )
+    except TaskFolderError as error:
+        raise EnvironmentFailure(str(error), "environment_start") from None
 
 
 def folder_checksum(root: Path) -> str:
