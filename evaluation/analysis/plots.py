@@ -6,13 +6,11 @@ differ by colour (Okabe and Ito's set, safe for colour-blind readers) and by mar
 
 from __future__ import annotations
 
-import io
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -21,38 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from evaluation.analysis.drawing import INK, STYLE, panel, svg
 from evaluation.analysis.pooling import PresetPoint, own_cells, pooled, pooled_interval, pooled_mean
+from evaluation.analysis.sweep import Factor
 from evaluation.analysis.tables import ResultRow, sort_variants, variants_in
 from evaluation.grid import format_tokens
 from evaluation.results import CellResult
 
-Factor = Literal["window", "cap", "keep_recent"]
-
 REWARD = "train/reward"
 SUMMARY_TOKENS = "rollout/summary_tokens"
-
-_INK = "#010203"
-"""Stands for the page's text colour until the SVG is written."""
-
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.8,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": _INK,
-    "grid.alpha": 0.13,
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "savefig.transparent": True,
-}
 
 
 @dataclass(frozen=True)
@@ -106,8 +81,8 @@ def training_curves(points: Sequence[CurvePoint], metric: str, label: str) -> st
     lines = _lines(points, metric)
     if not lines:
         return None
-    with rc_context(_STYLE):
-        figure, axes = _panel(5.6, 3.4)
+    with rc_context(STYLE):
+        figure, axes = panel(5.6, 3.4)
         for variant, seeds in lines.items():
             style = look(variant)
             for steps in seeds.values():
@@ -117,7 +92,7 @@ def training_curves(points: Sequence[CurvePoint], metric: str, label: str) -> st
             if common:
                 axes.plot(common[-1], mean[-1], color=style.colour, marker=style.marker, markersize=6)
         _step_axis(axes, label)
-        return _svg(figure, f"{label} by training step")
+        return svg(figure, f"{label} by training step")
 
 
 def write_run_curves(
@@ -133,7 +108,7 @@ def write_run_curves(
     if not panels:
         return None
     drawn = {variant for lines in panels.values() for by_variant in lines for variant in by_variant}
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(5.6 * len(panels), 4.2), layout="constrained")
         for axes, (label, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
             for number, by_variant in enumerate(lines):
@@ -141,7 +116,7 @@ def write_run_curves(
                     axes.plot(*_mean_line(seeds), color=look(variant).colour, **_run_style(number))
             _step_axis(axes, label)
         handles = [Line2D([], [], color=look(variant).colour, label=variant) for variant in sort_variants(drawn)]
-        handles += [Line2D([], [], color=_INK, label=run, **_run_style(number)) for number, run in enumerate(runs)]
+        handles += [Line2D([], [], color=INK, label=run, **_run_style(number)) for number, run in enumerate(runs)]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
         figure.savefig(path, dpi=150, transparent=False, facecolor="white")
     return path
@@ -156,8 +131,8 @@ def sweep_figure(cells: Sequence[CellResult], preset: PresetPoint, factor: Facto
     values = sorted({value for by_value in series.values() for value in by_value})
     if len(values) < 2:
         return None
-    with rc_context(_STYLE):
-        figure, axes = _panel(4.4, 3.4)
+    with rc_context(STYLE):
+        figure, axes = panel(4.4, 3.4)
         offsets = _dodge(len(series))
         for offset, (variant, by_value) in zip(offsets, series.items(), strict=True):
             style = look(variant)
@@ -171,7 +146,7 @@ def sweep_figure(cells: Sequence[CellResult], preset: PresetPoint, factor: Facto
         axes.set_xlabel(_FACTOR_LABELS[factor])
         _score_axis(axes)
         _mark_preset(axes, values, getattr(preset, factor))
-        return _svg(figure, f"pass@1 by {_FACTOR_LABELS[factor]}")
+        return svg(figure, f"pass@1 by {_FACTOR_LABELS[factor]}")
 
 
 def pass_at_1_bars(rows: Sequence[ResultRow]) -> str | None:
@@ -179,16 +154,16 @@ def pass_at_1_bars(rows: Sequence[ResultRow]) -> str | None:
     rows = [row for row in rows if row.pass_at_1 is not None]
     if not rows:
         return None
-    with rc_context(_STYLE | {"axes.grid.axis": "x"}):
-        figure, axes = _panel(5.6, 0.9 + 0.46 * len(rows))
+    with rc_context(STYLE | {"axes.grid.axis": "x"}):
+        figure, axes = panel(5.6, 0.9 + 0.46 * len(rows))
         for y, row in enumerate(reversed(rows)):
             score = row.pass_at_1 or 0.0
             axes.barh(y, score, height=0.62, color=look(row.variant).colour, alpha=0.85)
             if row.interval:
                 error = [[max(0.0, score - row.interval.low)], [max(0.0, row.interval.high - score)]]
-                axes.errorbar(score, y, xerr=error, color=_INK, linewidth=1.3, capsize=3)
+                axes.errorbar(score, y, xerr=error, color=INK, linewidth=1.3, capsize=3)
         _row_axis(axes, list(reversed(rows)))
-        return _svg(figure, "pass@1 by variant")
+        return svg(figure, "pass@1 by variant")
 
 
 def compacted_split(rows: Sequence[ResultRow]) -> str | None:
@@ -203,15 +178,15 @@ def compacted_split(rows: Sequence[ResultRow]) -> str | None:
     ]
     if not splits:
         return None
-    with rc_context(_STYLE | {"axes.grid.axis": "x"}):
-        figure, axes = _panel(5.6, 0.9 + 0.46 * len(splits))
+    with rc_context(STYLE | {"axes.grid.axis": "x"}):
+        figure, axes = panel(5.6, 0.9 + 0.46 * len(splits))
         for y, (row, compacted, other) in enumerate(splits):
             colour = look(row.variant).colour
             axes.plot([compacted, other], [y, y], color=colour, linewidth=1.5, alpha=0.6)
             axes.plot(compacted, y, "o", color=colour, markersize=8, clip_on=False)
             axes.plot(other, y, "o", color=colour, markersize=8, fillstyle="none", clip_on=False)
         _row_axis(axes, [row for row, _, _ in splits])
-        return _svg(figure, "pass@1 of compacted and other trials")
+        return svg(figure, "pass@1 of compacted and other trials")
 
 
 _FACTOR_LABELS: dict[Factor, str] = {
@@ -309,23 +284,4 @@ def _score_axis(axes: Axes) -> None:
 
 def _mark_preset(axes: Axes, values: Sequence[int], own: int) -> None:
     if own in values:
-        axes.axvspan(values.index(own) - 0.4, values.index(own) + 0.4, color=_INK, alpha=0.05, linewidth=0)
-
-
-def _panel(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _svg(figure: Figure, title: str) -> str:
-    """SVG element without a fixed size; ids are unique by title, and one figure gives one text always."""
-    buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": title}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    text = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", text, count=1)
-    text = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", text, count=1)
-    slug = re.sub(r"\W+", "-", title)
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{slug}-", text)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+        axes.axvspan(values.index(own) - 0.4, values.index(own) + 0.4, color=INK, alpha=0.05, linewidth=0)
