@@ -30,7 +30,9 @@ class Spending:
     """US dollars"""
     max_tokens: int | None = None
     """Prompt tokens, cached ones included, and sampled tokens together"""
-    by_kind: dict[SegmentKind, Usage] = field(default_factory=lambda: {"execution": Usage(), "summary": Usage()})
+    by_kind: dict[SegmentKind, Usage] = field(
+        init=False, default_factory=lambda: {"execution": Usage(), "summary": Usage()}
+    )
 
     @property
     def total(self) -> Usage:

@@ -101,6 +101,7 @@ class StubEndpoint:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else headers and body are 40 ms apart
 
             def log_message(self, *args: Any) -> None:
                 pass

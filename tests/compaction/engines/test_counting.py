@@ -60,6 +60,7 @@ def test_an_engine_learns_from_usage():
     assert renderer.chars_per_token == pytest.approx(4.0, rel=0.05)
 
 
+@pytest.mark.slow  # the class of a tokenizer is found by what imports torch
 def test_a_tokenizer_folder_counts_in_place_of_an_estimate(tmp_path: Path):
     make_tokenizer(CHATML).save_pretrained(tmp_path)
     renderer = endpoint_renderer(settings("http://h/v1", tokenizer=str(tmp_path)))

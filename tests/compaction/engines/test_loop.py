@@ -60,8 +60,8 @@ def roll(
     async def once(url: str) -> Rollout:
         engine = OpenAIEngine(settings(url, **changes), renderer, Spending(), info)
         agent = small_settings(
-            window=WINDOW, threshold=220, max_response=max_response, min_response=8, summary_cap=60, cap=6, keep_recent=2,
-            max_turns=60,
+            window=WINDOW, threshold=220, max_response=max_response, min_response=8, summary_cap=60, cap=6,
+            keep_recent=2, max_turns=60,
         )  # fmt: skip
         try:
             return await run_rollout(FilesTask(dict(FILES)), engine, renderer, agent, seed=1, rollout_id="r")
@@ -100,7 +100,7 @@ def test_a_window_as_large_as_the_servers_context_gets_through():
 
 
 def test_a_context_smaller_than_the_window_compacts_by_the_servers_refusals():
-    server = Server(context=WINDOW - 150)
+    server = Server(context=WINDOW - 150, reads=10)
     rollout, _ = roll(server, TextRenderer(), max_response=150)
     assert server.refusals >= 2
     assert rollout.n_compactions >= 2
