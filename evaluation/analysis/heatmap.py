@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -33,6 +34,8 @@ class HeatMap:
 
     variant: str
     temperature: float
+    inches: float
+    """Width"""
     svg: str
 
 
@@ -55,34 +58,25 @@ def _maps(rows: Sequence[SweepRow], label: str, value: Value, text: Callable[[Sw
         return []
     scale = ScalarMappable(Normalize(min(known), max(known)), colormaps["cividis"].resampled(_SHADES))
     return [
-        HeatMap(
-            variant,
-            temperature,
-            _draw(group, f"{label}, {variant}, temperature {temperature:g}", label, scale, value, text),
-        )
-        for (variant, temperature), group in families(rows).items()
+        _draw(group, label, scale, value, text)
+        for group in families(rows).values()
         if sum(value(row) is not None for row in group) > 1
     ]
 
 
 def _draw(
-    rows: Sequence[SweepRow],
-    title: str,
-    label: str,
-    scale: ScalarMappable,
-    value: Value,
-    text: Callable[[SweepRow], str],
-) -> str:
+    rows: Sequence[SweepRow], label: str, scale: ScalarMappable, value: Value, text: Callable[[SweepRow], str]
+) -> HeatMap:
+    variant, temperature = rows[0].variant, rows[0].temperature
     windows = sorted({row.window for row in rows})
     caps = sorted({row.cap for row in rows if row.cap})
     keeps = sorted({row.keep_recent for row in rows if row.keep_recent is not None})
     panels: list[tuple[str, list[int], int | None]] = [("", [0], None)] if any(row.cap == 0 for row in rows) else []
     panels += [(f"keep {keep}", caps, keep) for keep in keeps]
     widths = [len(columns) for _, columns, _ in panels]
+    inches = 1.6 + 0.85 * sum(widths) + 0.15 * len(widths)
     with rc_context(_STYLE):
-        figure = Figure(
-            figsize=(1.6 + 0.85 * sum(widths) + 0.15 * len(widths), 1.1 + 0.62 * len(windows)), layout="constrained"
-        )
+        figure = Figure(figsize=(inches, 1.1 + 0.62 * len(windows)), layout="constrained")
         axes_row = figure.subplots(1, len(panels), squeeze=False, sharey=True, width_ratios=widths)[0]
         for axes, (name, columns, keep) in zip(axes_row, panels, strict=True):
             _frame(axes, name, columns, windows)
@@ -94,7 +88,7 @@ def _draw(
         bar = figure.colorbar(scale, ax=list(axes_row), label=label, pad=0.02, aspect=14)
         bar.outline.set_visible(False)
         figure.supxlabel("most compactions per rollout", fontsize=10)
-        return svg(figure, title)
+        return HeatMap(variant, temperature, inches, svg(figure, f"{label}, {variant}, temperature {temperature:g}"))
 
 
 def _frame(axes: Axes, name: str, columns: Sequence[int], windows: Sequence[int]) -> None:
@@ -114,7 +108,7 @@ def _square(
         axes.add_patch(_box(x, y, facecolor="none", edgecolor=INK, linewidth=0.6, alpha=0.4))
         axes.text(x, y, "no score", ha="center", va="center", fontsize=7.5)
         return
-    red, green, blue, _ = scale.cmap(scale.norm(value))
+    red, green, blue, _ = scale.to_rgba(np.array([value]))[0]
     text_colour = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
     axes.add_patch(_box(x, y, facecolor=(red, green, blue), linewidth=0))
     if row.coverage < 1:

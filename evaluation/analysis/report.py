@@ -14,6 +14,9 @@ from evaluation.analysis import plots, tables
 from evaluation.analysis.paper import Paper, load_paper
 from evaluation.analysis.plots import CurvePoint
 from evaluation.analysis.pooling import PresetPoint
+from evaluation.analysis.report_sweep import sweep_page
+from evaluation.analysis.sweep import SweepRow
+from evaluation.analysis.sweep_tables import format_cost
 from evaluation.analysis.tables import ResultRow
 from evaluation.grid import format_tokens
 from evaluation.results import CellResult
@@ -31,6 +34,8 @@ class ReportData:
     """What was run: configuration, seeds, git commit, versions. Plain values stand in a list, nested ones as JSON."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Label to address or path: MLflow, Prefect, the output folder."""
+    sweep: bool = False
+    """Every combination of window, cap and keep_recent, not one factor at a time around the preset's point."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ def write_report(path: Path, data: ReportData) -> Path:
 def render_report(data: ReportData) -> str:
     """The page as HTML text. The same data gives the same text."""
     rows = tables.result_table(data.cells, data.preset)
+    sweep = sweep_page(data.cells) if data.sweep else None
+    if sweep:  # a model of the user's own has no place beside the paper's
+        rows = [row for row in rows if row.variant in tables.VARIANT_ORDER]
     environment = Environment(
         loader=PackageLoader("evaluation.analysis", "."),
         autoescape=select_autoescape(["html", "j2"]),
@@ -72,7 +80,8 @@ def render_report(data: ReportData) -> str:
     )
     return environment.get_template("report.html.j2").render(
         data=data,
-        lead=_lead(rows, data),
+        sweep=sweep,
+        leads=sweep.answers if sweep else [_lead(rows, data)],
         columns=tables.RESULT_COLUMNS,
         rows=[(row, plots.look(row.variant), tables.format_row(row)) for row in rows],
         looks=[(variant, plots.look(variant)) for variant in tables.variants_in(data.cells)],
@@ -81,7 +90,7 @@ def render_report(data: ReportData) -> str:
         cell_columns=_CELL_COLUMNS,
         cell_rows=[_cell_row(cell) for cell in _in_order(data.cells)],
         findings=load_paper().findings,
-        cautions=_cautions(rows, data),
+        cautions=_cautions(sweep.rows if sweep else rows, data),
         plain=[(name, value) for name, value in data.provenance.items() if not isinstance(value, dict | list | tuple)],
         nested=[
             (name, json.dumps(value, indent=2, default=str))
@@ -131,7 +140,9 @@ def _charts(data: ReportData, rows: Sequence[ResultRow]) -> list[tuple[str, list
         )
         for title, metric, label in CURVES
     ]
-    sections = [("Results at the preset's own point", [bars, split]), ("Training", curves), ("Sweeps", sweep)]
+    sections = [("Results at the preset's own point", [bars, split]), ("Training", curves)]
+    if not data.sweep:
+        sections.append(("Sweeps", sweep))
     return [(title, [c for c in charts if c]) for title, charts in sections if any(charts)]
 
 
@@ -183,6 +194,10 @@ _CELL_COLUMNS = (
     "compactions",
     "summary tokens",
     "turns",
+    "commands (again)",
+    "prompt tokens (cached)",
+    "sampled tokens",
+    "cost, $",
     "scored / trials",
     "stopped as",
 )
@@ -203,7 +218,11 @@ def _cell_row(cell: CellResult) -> tuple[str, ...]:
         f"{cell.compactions_per_rollout:.2f}",
         "–" if cell.summary_tokens is None else f"{cell.summary_tokens:,.1f}",
         f"{cell.turns:.1f}",
-        f"{cell.scored:,} / {cell.n_trials:,}",
+        f"{cell.commands:.1f} ({cell.repeated_commands:.1f})",
+        f"{cell.prompt_tokens:,.0f} ({cell.cached_tokens:,.0f})",
+        f"{cell.generated_tokens:,.0f}",
+        format_cost(cell.cost),
+        f"{cell.scored:,} / {cell.n_trials:,}" + ("" if cell.coverage == 1 else f" ({cell.coverage:.1%})"),
         ", ".join(f"{name} {count:,}" for name, count in sorted(cell.stop_reasons.items(), key=lambda i: -i[1])),
     )
 
@@ -216,7 +235,7 @@ def _in_order(cells: Sequence[CellResult]) -> list[CellResult]:
     )
 
 
-def _cautions(rows: Sequence[ResultRow], data: ReportData) -> list[str]:
+def _cautions(rows: Sequence[ResultRow | SweepRow], data: ReportData) -> list[str]:
     cautions = []
     errored = sum(cell.errored for cell in data.cells)
     if errored:
@@ -225,7 +244,7 @@ def _cautions(rows: Sequence[ResultRow], data: ReportData) -> list[str]:
             f"{errored:,} of {n_trials:,} trials have no reward because something outside the agent failed. They are "
             "in no score; if they failed on hard tasks, the scores are too high."
         )
-    if any(row.seeds == 1 for row in rows):
+    if any(row.seeds == 1 and row.variant in tables.VARIANT_ORDER for row in rows):
         cautions.append(
             "Some variants ran with one training seed: nothing here says how much another seed would differ."
         )
