@@ -169,4 +169,4 @@ def _unknown_model(settings: EndpointSettings, models: tuple[str, ...], said: st
 
 def _with_advice(error: EngineError) -> str:
     advice = _ADVICE.get(error.error_class)
-    return f"{error}. Next: {advice}" if advice else str(error)
+    return f"{error}. Next: {advice}" if advice and "base_url" not in str(error) else str(error)
