@@ -62,7 +62,7 @@ class SweepRow:
     p: float | None
     """Of that comparison alone: exact McNemar, or sign-flip."""
     p_adjusted: float | None
-    """Holm's, for all pairs of the family's settings."""
+    """Times the number of settings compared with the best, at most 1: Bonferroni."""
     pass_at_1_compacted: float | None
     """Of the scored trials that compacted or tried to."""
     compacted_share: float
@@ -160,39 +160,19 @@ def factor_answers(cells: Sequence[CellResult]) -> list[FactorAnswer]:
 def rank(values: Mapping[Name, Mapping[str, float]], *, repeats: int) -> dict[Name, Standing]:
     """Each against the best by mean score, the first of equals; `values` are scores per (seed, task).
 
-    The best is known only after the fact: any pair could have been compared. Holm's adjustment therefore counts all
-    pairs, and the chance that any is called worse without cause stays below 5% whichever turns out best.
+    p is multiplied by the number of others (Bonferroni). Whichever turns out best, the truly best setting is then
+    called worse with a chance below 5%: for that one of the others would have to beat it at 5% divided by their number.
     """
     scored = {name: scores for name, scores in values.items() if scores}
+    standings = {name: Standing(None) for name in values}
     if len(scored) < 2:
-        return {name: Standing(None) for name in values}
+        return standings
     best = max(scored, key=lambda name: float(np.mean(list(scored[name].values()))))
-    comparisons = {name: _compare(values[name], values[best], repeats) for name in scored if name != best}
-    tested = {name: c.p for name, c in comparisons.items() if c.p is not None}
-    adjusted = dict(zip(tested, holm(list(tested.values()), n_tests=n_pairs(len(scored))), strict=True))
-    standings = {name: Standing(None) for name in values} | {best: Standing("best")}
-    for name, comparison in comparisons.items():
-        p = adjusted.get(name)
+    for name in scored:
+        comparison = compare(values[name], values[best], repeats=repeats)
+        p = None if comparison.p is None else min(1.0, comparison.p * (len(scored) - 1))
         standings[name] = Standing(_verdict(comparison, p), comparison, p)
-    return standings
-
-
-def holm(ps: Sequence[float], *, n_tests: int) -> list[float]:
-    """Holm's step-down adjusted p of `ps`, which are some of `n_tests` hypotheses tested together.
-
-    Where `n_tests` is larger the adjustment holds whatever the p-values not given: they could only help.
-    """
-    adjusted = [0.0] * len(ps)
-    largest = 0.0
-    for step, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        largest = max(largest, min(1.0, ps[index] * (n_tests - step)))
-        adjusted[index] = largest
-    return adjusted
-
-
-def n_pairs(n: int) -> int:
-    """Of n settings."""
-    return n * (n - 1) // 2
+    return standings | {best: Standing("best")}
 
 
 def families(rows: Sequence[SweepRow]) -> dict[tuple[str, float], list[SweepRow]]:
@@ -218,20 +198,6 @@ def _verdict(comparison: Comparison, p_adjusted: float | None) -> Verdict | None
     if comparison.difference is None or p_adjusted is None:
         return None
     return "worse" if p_adjusted < ALPHA and comparison.difference < 0 else "inside the noise"
-
-
-def _compare(a: Mapping[str, float], b: Mapping[str, float], repeats: int) -> Comparison:
-    """`compare`, with a p that can be as small as many comparisons need.
-
-    The sign-flip test is sampled and never says less than 1/10,000, which times the pairs of 33 settings is above 5%.
-    Hoeffding's bound on the same test, 2·exp(−(Σd)² / 2Σd²), is larger than its exact p and has no such floor.
-    """
-    comparison = compare(a, b, repeats=repeats)
-    if comparison.test != "sign-flip" or comparison.p is None:
-        return comparison
-    d = np.array([a[task] - b[task] for task in a.keys() & b.keys()])
-    bound = 2 * np.exp(-(d.sum() ** 2) / (2 * max(float(d @ d), 1e-300)))
-    return Comparison(**{**vars(comparison), "p": min(comparison.p, float(bound))})
 
 
 def _factor_answer(family: Points, factor: Factor) -> FactorAnswer | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from evaluation.analysis.comparison import Point
 from evaluation.analysis.statistics import Comparison
-from evaluation.analysis.sweep import ALPHA, Factor, FactorAnswer, FactorLevel, SweepRow, families, n_pairs
+from evaluation.analysis.sweep import ALPHA, Factor, FactorAnswer, FactorLevel, SweepRow, families
 from evaluation.analysis.tables import format_difference, format_interval, format_p, format_score
 from evaluation.grid import format_tokens
 
@@ -24,7 +24,7 @@ SWEEP_COLUMNS = (
     "± repeats",
     "scored",
     "against the best [95%]",
-    "p (Holm)",
+    "p adjusted",
     "verdict",
     "compacted",
     "compactions",
@@ -39,9 +39,9 @@ ANSWER_COLUMNS = 10
 """So many of SWEEP_COLUMNS, from the left, answer the question; the rest says why and at what price."""
 
 SWEEP_NOTES = (
-    "Verdict: a setting is “worse” where the paired test against the best setting of its variant gives p < 0.05 after "
-    "Holm’s adjustment for all pairs of the variant’s settings, and “inside the noise” otherwise, which means not told "
-    "apart by these tasks, not equal.",
+    "Verdict: a setting is “worse” where p of the paired test against the best setting of its variant, times the "
+    "number of settings compared with it, is below 0.05 (so the truly best setting is called worse in fewer than 5 of "
+    "100 sweeps), and “inside the noise” otherwise: not told apart by these tasks, which is not the same as equal.",
     "The best of many settings is chosen on the same tasks that score it: its pass@1 and its lead are too high by some "
     "luck, so confirm it on tasks that took no part in the choice.",
     "Intervals are 95% bootstrap intervals over whole tasks (pairs of seed and task with several seeds), each by "
@@ -99,8 +99,7 @@ def sweep_csv(rows: Sequence[SweepRow]) -> str:
 def sweep_markdown(rows: Sequence[SweepRow]) -> str:
     """The answers, the table and its notes."""
     lines = [
-        *sweep_answers(rows),
-        "",
+        *(f"{answer}\n" for answer in sweep_answers(rows)),
         _markdown_row(SWEEP_COLUMNS),
         _markdown_row(["---", *["--:"] * (len(SWEEP_COLUMNS) - 1)]),
         *(_markdown_row(format_sweep_row(row)) for row in rows),
@@ -120,14 +119,14 @@ def factor_lines(answers: Sequence[FactorAnswer]) -> list[str]:
     """One sentence per factor: `cap: 3 is best; 1 is inside the noise (−0.02 [−0.06, 0.01]); 0 is worse (…)`. Named by
     variant where there are several."""
     several = len({(answer.variant, answer.temperature) for answer in answers}) > 1
-    return [(_prefix(a.variant, a.temperature) if several else "") + _factor_line(a) for a in answers]
+    return [(f"{_family(a.variant, a.temperature)} · " if several else "") + _factor_line(a) for a in answers]
 
 
 def _answer(rows: Sequence[SweepRow], *, prefix: bool) -> str:
-    name = _prefix(rows[0].variant, rows[0].temperature) if prefix else ""
+    name = f"{_family(rows[0].variant, rows[0].temperature)}: " if prefix else ""
     best = next((row for row in rows if row.verdict == "best"), None)
     if best is None:
-        return f"{name}only one setting has a score: nothing to compare."
+        return f"{name}fewer than two settings have a score: nothing to compare."
     others = [row for row in rows if row is not best]
     close = [row for row in others if row.verdict == "inside the noise"]
     score = f"{format_score(best.pass_at_1)} {format_interval(best.interval)}".strip()
@@ -137,14 +136,15 @@ def _answer(rows: Sequence[SweepRow], *, prefix: bool) -> str:
         f"called worse and {len(close)} inside the noise."
     )
     least = 2.0 ** (1 - best.n_tasks * best.seeds)  # p of a setting that loses every task
-    if least * n_pairs(1 + len(others)) >= ALPHA:
+    if least * len(others) >= ALPHA:
         return f"{text} With so few tasks no setting could be told apart from the best."
     return text + _cheapest(best, close)
 
 
 def _cheapest(best: SweepRow, close: Sequence[SweepRow]) -> str:
-    """In dollars where all have a price, else in tokens."""
-    rows = [best, *close]
+    """In dollars where all have a price, else in tokens. Only settings whose own interval reaches 0: no verdict is not
+    yet a reason to choose a setting that scored far less."""
+    rows = [best, *(row for row in close if row.difference_high is not None and row.difference_high >= 0)]
     dollars = [row.cost_per_trial for row in rows]
     tokens = [row.prompt_tokens + row.generated_tokens for row in rows]
     prices = [d for d in dollars if d] if all(dollars) else tokens
@@ -155,8 +155,8 @@ def _cheapest(best: SweepRow, close: Sequence[SweepRow]) -> str:
     unit = "money" if all(dollars) else "prompt and sampled tokens"
     row = rows[cheapest]
     return (
-        f" The cheapest of those inside the noise is {setting(row.point)}: {saved:.0%} less {unit} per trial, "
-        f"pass@1 {_difference(row)}."
+        f" The cheapest whose difference to it has an interval around 0 is {setting(row.point)}: {_difference(row)} "
+        f"for {saved:.0%} less {unit} per trial."
     )
 
 
@@ -181,8 +181,8 @@ def _level(factor: Factor, level: FactorLevel) -> str:
     return f"{value} is {standing.verdict} ({format_difference(standing.comparison, digits=2)})"
 
 
-def _prefix(variant: str, temperature: float) -> str:
-    return f"{variant} · greedy · " if temperature == 0 else f"{variant} · "
+def _family(variant: str, temperature: float) -> str:
+    return f"{variant} · greedy" if temperature == 0 else variant
 
 
 def _difference(row: SweepRow) -> str:
