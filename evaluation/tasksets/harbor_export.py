@@ -80,13 +80,18 @@ cd "${{TRAIL_ROOT:-}}{workdir}" || exit 1
 
 def export_trail(
     folder: str | Path, world: TrailSettings, split: Split, n: int, seed: int = 0, base_image: str = BASE_IMAGE
-) -> list[Path]:
-    """Writes the first n tasks of a split under a seed as a set of task folders. Raises FileExistsError as below."""
-    return [export_harbor(task, folder, base_image) for task in trail_tasks(world, split, n, seed)]
+) -> Path:
+    """Writes the first n tasks of a split under a seed as a set of task folders in `folder`, which it returns.
+
+    Raises FileExistsError where one of them exists already.
+    """
+    for task in trail_tasks(world, split, n, seed):
+        export_harbor(task, folder, base_image)
+    return Path(folder)
 
 
 def export_harbor(task: TrailTask, folder: str | Path, base_image: str = BASE_IMAGE) -> Path:
-    """Writes the task below `folder`, in a subfolder named by the task's id, and returns that subfolder. The image needs
+    """Writes the task below `folder`, in a subfolder named by its id, and returns that subfolder. The image needs
     a shell and the core tools only; in the local sandbox the machine's own stand in for it.
 
     Raises FileExistsError where it exists already: a task folder is never mixed from two.

@@ -235,7 +235,7 @@ class TaskToml(Table):
             "environment.memory is the old name of memory_mb": environment.memory is not None,
             "environment.storage is the old name of storage_mb": environment.storage is not None,
             "environment.allow_internet is the old name of network_mode": environment.allow_internet is not None,
-            "environment.storage_mb is not enforced: a disk quota needs a special disk": (
+            "environment.storage_mb is enforced in the local sandbox only: a container's quota needs a special disk": (
                 environment.storage_mb is not None or environment.storage is not None
             ),
             "multi_step_reward_strategy has no effect on a task without steps": (

@@ -1,6 +1,6 @@
 """What the checks of bench12 share: the same file in every task.
 
-A check runs isolated (python3 -I) and imports nothing that the agent wrote; such code runs in processes of its own.
+A check runs isolated (python3 -I -S) and imports nothing that the agent wrote; such code runs in processes of its own.
 Exit status 0: right, 10: wrong. Any other is a fault of the verifier, for which test.sh writes no reward.
 """
 
