@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 from compaction.protocols import EnvironmentFailure
-from evaluation.environments.bwrap_process import archive_from, end, exchange_with
+from evaluation.environments.bwrap_process import BwrapProcess
 from evaluation.environments.cgroups import ControlGroups, remove_groups
 from evaluation.environments.dockerfile import Layout, lay_out
 from evaluation.environments.owners import Owner
@@ -49,7 +49,6 @@ _OWN_ETC = {
     "passwd": f"root:x:0:0:root:{_HOME}:/bin/sh\n",
 }
 _ROOT = (None, "root", "0")
-_LAUNCHER = 'for group in $SANDBOX_GROUPS; do echo 0 >"$group/cgroup.procs" || exit 1; done; exec "$@"'
 _ENDED = "everything that the command started was ended"
 _MIB = 1 << 20
 _STORAGE_MIB = 10_240
@@ -100,8 +99,8 @@ class LocalEnvironment(Sandbox):
         process = self._launch(exchange.arguments(self.shell), exchange.payload, environment)
         free = shutil.disk_usage(self._files).free
         deadline = time.monotonic() + script.seconds
-        stop = exchange_with(process, exchange, deadline, self.interrupted, lambda: self._is_too_large(free))
-        code = end(process, now=bool(stop))
+        stop = process.exchange(exchange, deadline, self.interrupted, lambda: self._is_too_large(free))
+        code = process.end(now=bool(stop))
         if stop == "disk":
             return Ran(exchange.output(), 137, note=f"stopped: over {self._storage_mib:,} MiB on disk; {_ENDED}")
         if stop == "time":
@@ -115,20 +114,15 @@ class LocalEnvironment(Sandbox):
 
     def put(self, archive: bytes) -> None:
         command = ["tar", "-x", "--no-same-owner", "-f", "-", "-C", "/"]
-        process = self._launch(command, archive, self._environment)
-        try:
-            _, complaint = process.communicate(timeout=_FILE_SECONDS)
-        except subprocess.TimeoutExpired:
-            complaint = f"not done after {_FILE_SECONDS:g} s".encode()
-        if code := end(process, now=process.returncode is None):
-            why = complaint.decode("utf-8", "replace").strip()
-            raise EnvironmentFailure(f"cannot write to the sandbox: {why or f'exit code {code}'}")
+        code, complaint = self._launch(command, archive, self._environment).complete(_FILE_SECONDS)
+        if code:
+            raise EnvironmentFailure(f"cannot write to the sandbox: {complaint or f'exit code {code}'}")
 
     def get(self, path: str) -> Iterable[bytes]:
         top = PurePosixPath(path)
         archive = '[ -e "$1/$2" ] || exit; exec tar -c -f - -C "$1" -- "$2" 2>/dev/null'
         command = ["sh", "-c", archive, "sh", str(top.parent), top.name or "."]
-        chunks = archive_from(self._launch(command, b"", self._environment))
+        chunks = self._launch(command, b"", self._environment).chunks()
         first = next(chunks, b"")
         if not first:
             raise FileNotFoundError(path)
@@ -164,7 +158,7 @@ class LocalEnvironment(Sandbox):
         why = ""
         if sys.platform != "linux":
             why = f"--env local needs Linux, this is {sys.platform}"
-        elif missing := next((tool for tool in ("bwrap", "prlimit", "tar") if shutil.which(tool) is None), None):
+        elif missing := next((tool for tool in ("bwrap", "tar") if shutil.which(tool) is None), None):
             why = f"--env local needs {missing}" + (" (install bubblewrap)" if missing == "bwrap" else "")
         elif self.folder.docker_image is not None:
             why = f"task {self.folder.name} runs in image {self.folder.docker_image}"
@@ -195,35 +189,17 @@ class LocalEnvironment(Sandbox):
             raise EnvironmentFailure(f"task {self.folder.name}: {path} leads out of the sandbox", "environment_start")
         return place
 
-    def _launch(self, command: list[str], source: bytes, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _launch(self, command: list[str], source: bytes, environment: Mapping[str, str]) -> BwrapProcess:
         """Starts a command that reads `source`. Raises EnvironmentFailure."""
         assert self._groups is not None
-        limits = [f"--fsize={self.settings.file_mb * _MIB}", "--core=0"]
+        prelude = [f"echo 0 >{shlex.quote(str(folder))}/cgroup.procs" for folder in self._groups.folders]
+        prelude += ["ulimit -c 0", f"ulimit -f {self.settings.file_mb * _MIB // 512}"]
         if not self._groups.limit("memory"):  # of each process then
-            limits.append(f"--as={self._memory}")
+            prelude.append(f"ulimit -v {self._memory // 1024}")
         if not self._groups.limit("pids"):  # older kernels count all processes of the user
-            limits.append(f"--nproc={self.settings.pids + _processes_of_user()}")
-        with tempfile.TemporaryFile() as file:  # not a pipe: nobody must wait for the command to read
-            file.write(source)
-            file.seek(0)
-            try:
-                return subprocess.Popen(
-                    [
-                        *("sh", "-c", _LAUNCHER, "sh", "prlimit", *limits, "--"),
-                        *("bwrap", *self._view(), *_settings(environment), "--", *command),
-                    ],
-                    stdin=file,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env={
-                        "PATH": os.environ.get("PATH", os.defpath),
-                        "SANDBOX_GROUPS": " ".join(map(str, self._groups.folders)),
-                    },
-                    cwd="/",
-                    start_new_session=True,
-                )
-            except (OSError, ValueError) as error:
-                raise EnvironmentFailure(f"cannot start bubblewrap: {error}") from None
+            most = self.settings.pids + _processes_of_user()
+            prelude.append(f"ulimit -u {most} 2>/dev/null || ulimit -p {most}")
+        return BwrapProcess(prelude, [*self._view(), *_settings(environment), "--", *command], source)
 
     def _view(self) -> list[str]:
         """What a command sees of the machine."""
