@@ -22,6 +22,9 @@ Factor = Literal["window", "cap", "keep_recent"]
 Verdict = Literal["best", "inside the noise", "worse"]
 FACTORS: tuple[Factor, ...] = ("window", "cap", "keep_recent")
 ALPHA = 0.05
+ENOUGH = 0.9
+"""Share of the family's most scored tasks that a setting needs a score for to be the best, or part of a factor's means:
+a few lucky tasks make no best setting, and a mean over settings is over the tasks that all of them have."""
 
 Name = TypeVar("Name")
 
@@ -158,7 +161,8 @@ def factor_answers(cells: Sequence[CellResult]) -> list[FactorAnswer]:
 
 
 def rank(values: Mapping[Name, Mapping[str, float]], *, repeats: int) -> dict[Name, Standing]:
-    """Each against the best by mean score, the first of equals; `values` are scores per (seed, task).
+    """Each against the best by mean score, the first of equals among those with ENOUGH scores; `values` are scores per
+    (seed, task).
 
     p is multiplied by the number of others (Bonferroni). Whichever turns out best, the truly best setting is then
     called worse with a chance below 5%: for that one of the others would have to beat it at 5% divided by their number.
@@ -167,12 +171,17 @@ def rank(values: Mapping[Name, Mapping[str, float]], *, repeats: int) -> dict[Na
     standings = {name: Standing(None) for name in values}
     if len(scored) < 2:
         return standings
-    best = max(scored, key=lambda name: float(np.mean(list(scored[name].values()))))
+    best = max(_well_scored(scored), key=lambda name: float(np.mean(list(scored[name].values()))))
     for name in scored:
         comparison = compare(values[name], values[best], repeats=repeats)
         p = None if comparison.p is None else min(1.0, comparison.p * (len(scored) - 1))
         standings[name] = Standing(_verdict(comparison, p), comparison, p)
     return standings | {best: Standing("best")}
+
+
+def _well_scored(values: Mapping[Name, Mapping[str, float]]) -> list[Name]:
+    most = max(map(len, values.values()))
+    return [name for name, scores in values.items() if scores and len(scores) >= ENOUGH * most]
 
 
 def families(rows: Sequence[SweepRow]) -> dict[tuple[str, float], list[SweepRow]]:
@@ -201,7 +210,8 @@ def _verdict(comparison: Comparison, p_adjusted: float | None) -> Verdict | None
 
 
 def _factor_answer(family: Points, factor: Factor) -> FactorAnswer | None:
-    by_level = _contexts(family, factor)
+    enough = _well_scored({point: pooled(cells) for point, cells in family.items()})
+    by_level = _contexts({point: family[point] for point in enough}, factor)
     if len(by_level) < 2:
         return None
     variant, temperature = next((point.variant, point.temperature) for point in family)

@@ -43,7 +43,8 @@ SWEEP_NOTES = (
     "number of settings compared with it, is below 0.05 (so the truly best setting is called worse in fewer than 5 of "
     "100 sweeps), and “inside the noise” otherwise: not told apart by these tasks, which is not the same as equal.",
     "The best of many settings is chosen on the same tasks that score it: its pass@1 and its lead are too high by some "
-    "luck, so confirm it on tasks that took no part in the choice.",
+    "luck, so confirm it on tasks that took no part in the choice. A setting with a score for fewer than 90% of the "
+    "tasks that others have cannot be the best.",
     "Intervals are 95% bootstrap intervals over whole tasks (pairs of seed and task with several seeds), each by "
     "itself: among many settings some intervals of a difference leave out 0 by luck alone, so they give no verdict.",
     "“Compacted” is pass@1 of the trials that compacted or tried to; “again” counts commands run again, word for word, "
