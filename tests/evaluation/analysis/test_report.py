@@ -89,6 +89,18 @@ def test_page_shows_every_variant_setting_and_caution(page, cells):
     assert "have no reward" not in page
 
 
+def test_page_of_one_factor_sweeps_has_no_part_of_a_full_sweep(page):
+    for text in ("Every setting against the best", "Each factor by itself", "keep_recent</h2>"):
+        assert text not in page
+    assert "This run beside the paper" in page
+    assert "<h2>Sweeps</h2>" in page
+
+
+def test_every_cell_shows_commands_tokens_and_cost(page):
+    for column in ("commands (again)", "prompt tokens (cached)", "sampled tokens", "cost, $"):
+        assert f"<th>{column}</th>" in page
+
+
 def test_unscored_trials_are_said_on_top(cells):
     broken = make_cell(Cell("base", 0, 512, 3, 1), 0.5, n_tasks=40, errored=3)
     page = render_report(data([broken], curves=()))
