@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from compaction.protocols import EnvironmentFailure
 from evaluation.settings import SandboxSettings
@@ -32,8 +32,9 @@ _SHOWN = 10
 _README = """\
 # {name}
 
-{count} tasks as folders in Harbor's format, written by compactionrl.
-{image}
+{count} tasks as folders in Harbor's format, written by compactionrl. The commands below are for the folder that holds
+this one.
+{images}
 Run them in compactionrl with `--dataset {folder}`, or with Harbor (Python 3.12 or newer, `pip install harbor`):
 
     harbor run -p {folder} -a oracle -n 2 --yes
@@ -44,11 +45,12 @@ The tasks start from an image of their own. Build it once, before anything else:
     docker build -t {tag} {context}
 """
 _NETWORK_NOTE = """
-The tasks declare `network_mode = "no-network"`. Harbor checks that with helper images from a registry; where it refuses
-for want of them, write the set out with network "public" and give Harbor an overlay that takes the network away:
+The tasks declare `network_mode = "no-network"`. Harbor enforces that with helper images from a registry and refuses the
+tasks where it cannot get them. There, say so to Harbor in another way:
 
-    services: {main: {init: true, network_mode: none}}       # no-network.yaml
-    harbor run ... --extra-docker-compose no-network.yaml
+    sed -i.bak 's/^network_mode = "no-network"/network_mode = "public"/' {folder}/*/task.toml
+    echo 'services: {{main: {{init: true, network_mode: none}}}}' > no-network.yaml
+    harbor run -p {folder} -a oracle -n 2 --yes --extra-docker-compose no-network.yaml
 """
 
 
@@ -152,50 +154,45 @@ def ensure_images(dataset: Dataset) -> list[str]:
     return built
 
 
-def export_dataset(where: str, folder: str | Path, network: Literal["task", "public"] = "task") -> Path:
-    """Copies a set with its image and a README to a new folder, which it returns.
+def export_dataset(where: str, folder: str | Path) -> Path:
+    """Copies a set with its image and a README to a new or empty folder, which it returns.
 
-    `network` public takes the tasks' `no-network` away: for a Harbor that cannot enforce it on this machine. Raises
-    DatasetError for a set that cannot be loaded, FileExistsError where the folder exists already.
+    Raises DatasetError for a set that cannot be loaded or is made of several with images of their own, FileExistsError
+    where something is in the folder.
     """
-    target = Path(folder)
+    target = Path(folder).absolute()
     dataset = load_dataset(where, sandbox=SandboxSettings())
-    target.mkdir(parents=True)
-    image_note = ""
-    for number, (tag, context) in enumerate(dataset.images.items()):
-        place = target / ("image" if number == 0 else f"image-{number}")
-        _copy(context, place)
-        image_note += _IMAGE_NOTE.format(tag=tag, context=place)
+    if len(dataset.images) > 1:
+        raise DatasetError(
+            f"dataset {where}: has several images ({_some(list(dataset.images))}); export its sets singly"
+        )
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty; name a new folder")
+    for context in dataset.images.values():
+        _copy(context, target / "image")
     for task in dataset.tasks:
-        place = target / task.id
-        _copy(task.folder.path, place)
-        if network == "public":
-            _open_network(place / "task.toml")
-    isolated = network == "task" and any(task.folder.network == "no-network" for task in dataset.tasks)
-    readme = _README.format(
-        name=dataset.name,
-        count=len(dataset.tasks),
-        folder=target,
-        image=image_note,
-        network=_NETWORK_NOTE if isolated else "",
-    )
-    (target / "README.md").write_text(readme, encoding="utf-8")
+        _copy(task.folder.path, target / task.id)
+    (target / "README.md").write_text(_readme(dataset, target.name), encoding="utf-8")
     return target
 
 
+def _readme(dataset: Dataset, folder: str) -> str:
+    isolated = any(task.folder.network == "no-network" for task in dataset.tasks)
+    return _README.format(
+        name=dataset.name,
+        count=len(dataset.tasks),
+        folder=folder,
+        images="".join(_IMAGE_NOTE.format(tag=tag, context=f"{folder}/image") for tag in dataset.images),
+        network=_NETWORK_NOTE.format(folder=folder) if isolated else "",
+    )
+
+
 def _copy(source: Path, target: Path) -> None:
-    """With scripts executable again: a wheel does not keep that, and Harbor's own tools expect it."""
+    """With scripts executable again: a wheel does not keep that, and other tools may expect it."""
     shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for script in (target / "tests/test.sh", target / "solution/solve.sh"):
         if script.is_file():
             script.chmod(0o755)
-
-
-def _open_network(task_toml: Path) -> None:
-    text = task_toml.read_text(encoding="utf-8-sig")
-    text = re.sub(r"""^(\s*network_mode\s*=\s*)["']no-network["']""", r'\1"public"', text, flags=re.MULTILINE)
-    text = re.sub(r"^(\s*allow_internet\s*=\s*)false", r"\1true", text, flags=re.MULTILINE)
-    task_toml.write_text(text, encoding="utf-8", newline="\n")
 
 
 # Where the task folders are
