@@ -11,7 +11,8 @@ import logging
 import math
 import re
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -32,11 +33,18 @@ EVIDENCE_LIMIT = 10_000_000
 _CLEANING_SECONDS = 60.0
 
 _CLEAN = """\
-[ ! -L /logs ] || rm -f /logs
+for place in /tests /logs /logs/verifier; do
+    [ ! -L $place ] || rm -f $place
+    [ ! -d $place ] || chmod u+rwx $place
+done
+chmod -R u+rwx /tests /logs/verifier 2>/dev/null
 rm -rf /tests /logs/verifier 2>/dev/null
-mkdir -p /tests /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs/verifier
+mkdir -p /tests /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs/verifier || exit
+for place in /tests /logs/verifier; do
+    [ -z "$(ls -A $place)" ] || { echo "$place cannot be emptied"; exit 1; }
+done
 """
-"""`rm` takes a link away instead of following it. /tests may be a mount point: then what is in it goes."""
+"""Links go and are not followed. /tests may be a mount point: then what is in it goes."""
 
 _BOOTSTRAP_FAILURES = re.compile(
     r"curl: \([56]\) Could not resolve"
@@ -74,7 +82,7 @@ class GradedSandbox(Protocol):
         """Unpacks an archive at the root."""
         ...
 
-    def get(self, path: str) -> Iterable[bytes]:
+    def get(self, path: str) -> Iterator[bytes]:
         """An archive of a file or folder. Raises FileNotFoundError."""
         ...
 
@@ -189,14 +197,15 @@ def _results(sandbox: GradedSandbox) -> dict[str, bytes]:
     """Reward files, cut one byte over the limit, and the tests' output, clipped."""
     files: dict[str, bytes] = {}
     try:
-        for path, _, content in regular_files(sandbox.get("/logs/verifier")):
-            if str(path) in ("reward.json", "reward.txt"):
-                files[str(path)] = content.read(REWARD_LIMIT + 1)
-            elif str(path) == "test-stdout.txt":
-                clipped = ClippedOutput(STDOUT_LIMIT)
-                while chunk := content.read(1 << 16):
-                    clipped.add(chunk)
-                files[str(path)] = clipped.bytes()
+        with closing(regular_files(sandbox.get("/logs/verifier"))) as found:
+            for path, _, content in found:
+                if str(path) in ("reward.json", "reward.txt"):
+                    files[str(path)] = content.read(REWARD_LIMIT + 1)
+                elif str(path) == "test-stdout.txt":
+                    clipped = ClippedOutput(STDOUT_LIMIT)
+                    while chunk := content.read(1 << 16):
+                        clipped.add(chunk)
+                    files[str(path)] = clipped.bytes()
     except FileNotFoundError:
         pass
     except tarfile.TarError as error:

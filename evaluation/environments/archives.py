@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -42,12 +42,14 @@ def pack_folder(folder: Path, name: str) -> bytes:
     return buffer.getvalue()
 
 
-def regular_files(chunks: Iterable[bytes]) -> Iterator[tuple[PurePosixPath, int, IO[bytes]]]:
+def regular_files(chunks: Iterator[bytes]) -> Generator[tuple[PurePosixPath, int, IO[bytes]]]:
     """(path below the archive's top, size, content) of each regular file; the top itself, a file, has the path ".".
 
-    Links, devices and paths that lead elsewhere are left out. Raises tarfile.TarError for what is no archive.
+    Links, devices and paths that lead elsewhere are left out. Raises tarfile.TarError for what is no archive. To be
+    closed where not all of it is read: what the archive comes from is ended then.
     """
-    with tarfile.open(fileobj=io.BufferedReader(_Chunks(chunks)), mode="r|") as archive:
+    source = io.BufferedReader(_Chunks(chunks))
+    with closing(source), tarfile.open(fileobj=source, mode="r|") as archive:
         for member in archive:
             path = PurePosixPath(member.name)
             content = archive.extractfile(member) if member.isreg() else None
@@ -55,32 +57,38 @@ def regular_files(chunks: Iterable[bytes]) -> Iterator[tuple[PurePosixPath, int,
                 yield path.relative_to(path.parts[0]), member.size, content
 
 
-def unpack(chunks: Iterable[bytes], folder: Path, limit: int) -> None:
+def unpack(chunks: Iterator[bytes], folder: Path, limit: int) -> None:
     """Writes the regular files of an archive below `folder`, `limit` bytes in all; what is over that is logged."""
     kept = scanned = 0
-    for path, size, content in regular_files(chunks):
-        scanned += size
-        if scanned > limit * _SCANNED_PER_BYTE_KEPT:
-            log.warning("%s: the rest of what the sandbox left is not kept, it is too large", folder)
-            return
-        if kept + size > limit:
-            log.warning("%s: %s (%s bytes) is not kept: over %s bytes in all", folder, path, f"{size:,}", f"{limit:,}")
-            continue
-        with suppress(OSError, ValueError):  # a name that this system does not take
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content.read())
-            kept += size
+    with closing(regular_files(chunks)) as files:
+        for path, size, content in files:
+            scanned += size
+            if scanned > limit * _SCANNED_PER_BYTE_KEPT:
+                log.warning("%s: the rest of what the sandbox left is not kept, it is too large", folder)
+                return
+            if kept + size > limit:
+                log.warning("%s: %s (%s bytes) is not kept: over %s in all", folder, path, f"{size:,}", f"{limit:,}")
+                continue
+            with suppress(OSError, ValueError):  # a name that this system does not take
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(content.read())
+                kept += size
 
 
 class _Chunks(io.RawIOBase):
     """A file over an iterator of bytes."""
 
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks = iter(chunks)
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
+
+    def close(self) -> None:
+        if isinstance(self._chunks, Generator):
+            self._chunks.close()
+        super().close()
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._rest:

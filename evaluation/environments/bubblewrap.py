@@ -7,7 +7,6 @@ running: a server must be started and used in one command.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shlex
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -79,7 +78,7 @@ class LocalEnvironment(Sandbox):
             (self._folder / name).write_text(text)
         layout = Layout(self._place, self._own_environment())
         lay_out(self.folder.dockerfile, layout)
-        if self.folder.workdir is not None and not self._place(PurePosixPath(self.folder.workdir)).is_dir():
+        if self.folder.workdir is not None and not (self._files / self.folder.workdir.lstrip("/")).is_dir():
             raise EnvironmentFailure(
                 f"task {self.folder.name}: its workdir {self.folder.workdir} is not made by its Dockerfile",
                 "environment_start",
@@ -118,7 +117,7 @@ class LocalEnvironment(Sandbox):
         if code:
             raise EnvironmentFailure(f"cannot write to the sandbox: {complaint or f'exit code {code}'}")
 
-    def get(self, path: str) -> Iterable[bytes]:
+    def get(self, path: str) -> Iterator[bytes]:
         top = PurePosixPath(path)
         archive = '[ -e "$1/$2" ] || exit; exec tar -c -f - -C "$1" -- "$2" 2>/dev/null'
         command = ["sh", "-c", archive, "sh", str(top.parent), top.name or "."]
@@ -126,7 +125,7 @@ class LocalEnvironment(Sandbox):
         first = next(chunks, b"")
         if not first:
             raise FileNotFoundError(path)
-        return itertools.chain((first,), chunks)
+        return _joined(first, chunks)
 
     def end_processes(self) -> None:
         """Nothing outlives its command."""
@@ -229,6 +228,11 @@ class LocalEnvironment(Sandbox):
         if free_before - shutil.disk_usage(self._files).free < limit // 10:
             return False
         return _size_of(self._files) > limit
+
+
+def _joined(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
 
 
 def _settings(environment: Mapping[str, str]) -> Iterator[str]:

@@ -93,7 +93,7 @@ class DockerEnvironment(Sandbox):
         with _talking():
             self._container.put_archive("/", archive)
 
-    def get(self, path: str) -> Iterable[bytes]:
+    def get(self, path: str) -> Iterator[bytes]:
         with _talking():
             try:
                 chunks, _ = self._container.get_archive(path)

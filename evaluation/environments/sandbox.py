@@ -12,8 +12,9 @@ import tarfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -70,7 +71,7 @@ class Sandbox(ABC):
         """Unpacks an archive at the root. Raises EnvironmentFailure."""
 
     @abstractmethod
-    def get(self, path: str) -> Iterable[bytes]:
+    def get(self, path: str) -> Iterator[bytes]:
         """An archive of a file or folder. Raises EnvironmentFailure, or FileNotFoundError."""
 
     @abstractmethod
@@ -186,12 +187,13 @@ class Sandbox(ABC):
 
     def _read(self, path: str) -> bytes:
         try:
-            for below, size, content in regular_files(self.get(path)):
+            with closing(regular_files(self.get(path))) as files:
+                below, size, content = next(files)
                 if size > DOWNLOAD_LIMIT:
                     raise EnvironmentFailure(f"{path} has {size:,} bytes; at most {DOWNLOAD_LIMIT:,} are downloaded")
                 if not below.parts:
                     return content.read()
-        except (FileNotFoundError, tarfile.TarError):
+        except (FileNotFoundError, StopIteration, tarfile.TarError):
             pass
         raise EnvironmentFailure(f"{path} is no plain file in the sandbox")
 
