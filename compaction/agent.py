@@ -182,7 +182,10 @@ class _Loop:
             if not deadline.expired():  # someone else's timeout is not the agent's
                 raise
             reason, detail = "deadline", f"stopped after {self.task.limits.deadline_seconds} s"
-        reward = await environment.grade()
+        try:
+            reward = await environment.grade()
+        except InfrastructureError as error:  # how far the agent came is worth knowing all the same
+            return Outcome(None, "error", error.error_class, f"{error} · the agent had stopped as {reason}")
         if not 0.0 <= reward <= 1.0:
             raise VerifierError(f"the verifier gave reward {reward}; allowed is a number in [0, 1]")
         return Outcome(reward, reason, detail=detail)

@@ -27,3 +27,28 @@ class SandboxSettings(Settings):
     max_deadline: float | None = Field(
         None, gt=0, description="seconds an agent may work on a task, where the task allows more"
     )
+
+
+class DatasetSettings(Settings):
+    """Real tasks to solve: task folders in Harbor's format, and the sandbox they are solved in."""
+
+    path: str = Field(description="bench12, a folder of task folders, a list file, or registry.json[:NAME[@VERSION]]")
+    include: tuple[str, ...] = Field((), description="globs on task ids; none = all")
+    exclude: tuple[str, ...] = Field((), description="globs on task ids that are left out")
+    limit: int | None = Field(None, ge=1, description="most tasks")
+    sample_seed: int | None = Field(None, description="draws the `limit` tasks at random under this seed")
+    sandbox: SandboxSettings = SandboxSettings()
+
+
+class JobSettings(Settings):
+    """How the trials on real tasks are run. Nothing here changes a result."""
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="folder below jobs/; a name of your own refuses other settings than it was begun with",
+    )
+    concurrency: int = Field(4, ge=1, description="trials at once")
+    attempts: int = Field(3, ge=1, description="tries of a trial that infrastructure failed, per command")
+    max_cost: float | None = Field(None, gt=0, description="US dollars this command may spend; needs prices")
+    max_tokens: int | None = Field(None, ge=1, description="prompt and sampled tokens this command may spend")

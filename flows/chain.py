@@ -8,15 +8,22 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from evaluation.grid import Cell, greedy_cell, one_factor_cells, product_cells
+from evaluation.tasksets.datasets import Dataset
 from flows.experiment import Experiment, Variant
-from tasks import evaluate, ppo, warmstart
+from tasks import evaluate, evaluate_job, ppo, warmstart
 from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
-from tasks.stages import StageRunner
+from tasks.endpoint_policy import EndpointPolicy
+from tasks.errors import CommandError
+from tasks.evaluate_job import CellJob, endpoint_identity, set_aside
+from tasks.policies import CheckpointPolicy
+from tasks.real_tasks import open_dataset
+from tasks.stages import StageRunner, explained
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,11 @@ class Plan:
     def __init__(self, experiment: Experiment, *, full_product: bool = False) -> None:
         """`full_product`: all combinations of window, cap and keep_recent (sweep); else one factor at a time."""
         self.experiment = experiment
-        self._full_product = full_product
+        self.full_product = full_product
 
     def sft(self, seed: int) -> StageSpec:
         e = self.experiment
-        return warmstart.spec(e.sft, e.world, e.agent, seed)
+        return warmstart.spec(e.warmstart, e.world, e.agent, seed)
 
     def critic_training(self, variant: Variant, seed: int) -> ppo.Training | None:
         """Critic pretraining sees the variant's rollouts and none of its loss: those that roll out alike share it."""
@@ -46,7 +53,7 @@ class Plan:
         if training.ppo.advantage.estimator == "group":
             return None
         plain = self.experiment.ppo.model_copy(update={"steps": self.experiment.critic_steps})
-        return ppo.Training(plain, self.experiment.trainer, training.agent, training.world, training.loop, seed)
+        return replace(training, ppo=plain, trainer=self.experiment.trainer)
 
     def critic(self, variant: Variant, seed: int) -> StageSpec | None:
         training = self.critic_training(variant, seed)
@@ -59,22 +66,59 @@ class Plan:
         training = self.experiment.training(variant, seed)
         return ppo.ppo_spec(training, f"{variant} seed {seed}", self.sft(seed), self.critic(variant, seed))
 
-    def cells(self, variant: Variant, seed: int) -> list[Cell]:
+    def cells(self, variant: Variant | str, seed: int) -> list[Cell]:
         """What the variant is evaluated on."""
         e, point = self.experiment.evaluation, self.experiment.agent.compaction
         axes = (e.windows or (point.window,), e.caps or (point.cap,), e.keep_recents or (point.keep_recent,))
-        if self._full_product:
+        if self.full_product:
             return product_cells(*axes, variant=variant, seed=seed, temperature=self.experiment.agent.temperature)
         cells = one_factor_cells(
             point, *axes, variant=variant, seed=seed, temperature=self.experiment.agent.temperature
         )
         if e.greedy:
             cells.append(greedy_cell(cells[0]))
-        if "no-compaction-long" in self.experiment.variants:
+        if self.experiment.endpoint is None and "no-compaction-long" in self.experiment.variants:
             cells.append(Cell(variant, seed, self.experiment.long_window, 0, None, self.experiment.agent.temperature))
         return list(dict.fromkeys(cells))
 
+    @cached_property
+    def policies(self) -> list[tuple[Variant | str, int]]:
+        """(variant, training seed), or an endpoint's model alone."""
+        if self.experiment.endpoint is not None:
+            return [(self.experiment.endpoint.model, 0)]
+        return [(variant, seed) for seed in self.experiment.seeds for variant in self.experiment.variants]
+
+    @cached_property
+    def dataset(self) -> Dataset | None:
+        """The real tasks to evaluate on; None = the trail world. Raises UserError for a dataset that is not one."""
+        settings = self.experiment.evaluation.dataset
+        with explained("--dataset"):
+            return None if settings is None else open_dataset(settings)
+
+    @property
+    def dataset_name(self) -> str:
+        return self.dataset.name if self.dataset else f"trail/{self.experiment.evaluation.split}"
+
+    @property
+    def n_tasks(self) -> int:
+        return len(self.dataset.tasks) if self.dataset else self.experiment.evaluation.n_tasks
+
+    def job(self, cell: Cell) -> CellJob:
+        """A cell on real tasks."""
+        e, settings = self.experiment, self.experiment.evaluation.dataset
+        assert self.dataset is not None
+        assert settings is not None
+        if e.endpoint is None:
+            policy: dict[str, Any] = {"checkpoint": self.policy(cell.variant, cell.seed).digest}  # type: ignore[arg-type]
+        else:
+            policy = {"endpoint": endpoint_identity(e.endpoint)}
+            if e.summary_endpoint is not None:
+                policy["summary_endpoint"] = endpoint_identity(e.summary_endpoint)
+        return CellJob(cell, e.agent, self.dataset, settings, e.evaluation.repeats, policy)
+
     def cell(self, cell: Cell) -> StageSpec:
+        if self.dataset is not None:
+            return self.job(cell).spec()
         e = self.experiment
         policy = self.policy(cell.variant, cell.seed)  # type: ignore[arg-type]
         return evaluate.spec(
@@ -85,14 +129,16 @@ class Plan:
     def stages(self) -> list[StageSpec]:
         """All stages in an order in which they could run, each once."""
         found: dict[str, StageSpec] = {}
-        for seed in self.experiment.seeds:
-            for variant in self.experiment.variants:
-                specs = [self.sft(seed)]
-                if variant != "base":
-                    specs += [s for s in (self.critic(variant, seed),) if s] + [self.policy(variant, seed)]
-                specs += [self.cell(cell) for cell in self.cells(variant, seed)]
-                found |= {spec.digest: spec for spec in specs}
+        for variant, seed in self.policies:
+            specs = [] if self.experiment.endpoint else self._training_stages(variant, seed)  # type: ignore[arg-type]
+            specs += [self.cell(cell) for cell in self.cells(variant, seed)]
+            found |= {spec.digest: spec for spec in specs}
         return list(found.values())
+
+    def _training_stages(self, variant: Variant, seed: int) -> list[StageSpec]:
+        if variant == "base":
+            return [self.sft(seed)]
+        return [self.sft(seed), *(s for s in (self.critic(variant, seed),) if s), self.policy(variant, seed)]
 
     def look_up(self, store: StageStore, *, force: bool) -> list[Planned]:
         """What is there and what would run."""
@@ -111,8 +157,9 @@ class Plan:
 class Chain:
     """Runs a plan: each stage once, whoever asks first; independent ones side by side."""
 
-    def __init__(self, plan: Plan, runner: StageRunner) -> None:
-        self.plan, self.runner, self.experiment = plan, runner, plan.experiment
+    def __init__(self, plan: Plan, runner: StageRunner, jobs: Path) -> None:
+        """`jobs`: where the trials on real tasks are kept."""
+        self.plan, self.runner, self.jobs, self.experiment = plan, runner, jobs, plan.experiment
         self._running: dict[str, asyncio.Task[StageOutcome]] = {}
         self.results: dict[Cell, StageOutcome] = {}
         self.errors: list[Exception] = []
@@ -121,10 +168,9 @@ class Chain:
 
     async def run(self) -> None:
         """All seeds and variants. A failure ends what depends on it; `errors` holds what went wrong."""
-        pairs = [(variant, seed) for seed in self.experiment.seeds for variant in self.experiment.variants]
         try:
             async with asyncio.TaskGroup() as group:
-                for variant, seed in pairs:
+                for variant, seed in self.plan.policies:
                     group.create_task(self._evaluate(variant, seed))
         except BaseExceptionGroup as group_error:  # a signal that arrived in the middle of a stage's own code
             raise group_error.exceptions[0] from None
@@ -134,42 +180,72 @@ class Chain:
             # An interrupted stage ends its MLflow run and its actors itself, while there is still a cluster.
             await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _evaluate(self, variant: Variant, seed: int) -> None:
-        """The variant's policy, then its cells one after another on one worker."""
+    async def _evaluate(self, variant: Variant | str, seed: int) -> None:
+        """The variant's policy, then its cells one after another."""
+        cells = self.plan.cells(variant, seed)
         try:
-            policy = await self._policy(variant, seed)
+            if self.experiment.endpoint is not None:
+                await self._cells(cells, self._endpoint(cells))
+                return
+            policy = await self._policy(variant, seed)  # type: ignore[arg-type]
         except Exception as error:
             self._failed(error)
             return
         async with self._evaluations:
-            await self._cells(self.plan.cells(variant, seed), policy)
+            await self._cells(cells, self._checkpoint(policy, cells))
 
-    async def _cells(self, cells: Sequence[Cell], policy: StageOutcome) -> None:
-        worker = evaluate.EvaluationWorker(
+    def _checkpoint(self, policy: StageOutcome, cells: Sequence[Cell]) -> CheckpointPolicy:
+        loop = self.experiment.loop
+        return CheckpointPolicy(
             policy.folder / "checkpoint",
             self.runner.cluster,
-            slots=self.experiment.loop.slots,
+            slots=loop.slots,
             max_length=max(cell.window for cell in cells),
-            rollout_timeout=self.experiment.loop.rollout_timeout,
+            rollout_timeout=loop.rollout_timeout,
         )
+
+    def _endpoint(self, cells: Sequence[Cell]) -> EndpointPolicy:
+        e = self.experiment
+        assert e.endpoint is not None
+        with explained("endpoint"):
+            return EndpointPolicy(
+                e.endpoint,
+                e.summary_endpoint,
+                e.job,
+                temperature=e.agent.temperature,
+                longest_window=max(cell.window for cell in cells),
+            )
+
+    async def _cells(self, cells: Sequence[Cell], policy: CheckpointPolicy | EndpointPolicy) -> None:
         try:
             for cell in cells:
                 try:
-                    self.results[cell] = await self._cell(cell, worker)
+                    outcome = self.results[cell] = await self._cell(cell, policy)
+                    if outcome.unfinished:
+                        self._failed(CommandError(f"{cell.name}: {outcome.unfinished}"))
                 except Exception as error:
                     self._failed(error)
         finally:
-            worker.stop()
+            await policy.close()
 
-    async def _cell(self, cell: Cell, worker: evaluate.EvaluationWorker) -> StageOutcome:
+    async def _cell(self, cell: Cell, policy: CheckpointPolicy | EndpointPolicy) -> StageOutcome:
         e, own = self.experiment, self.experiment.evaluation
+        if self.plan.dataset is not None:
+            job = self.plan.job(cell)
+            folder = job.folder(self.jobs, e.job.name)
+            if self.runner.force:
+                set_aside(folder)
+            body = evaluate_job.body(job, policy, folder, e.job)
+        else:
+            assert isinstance(policy, CheckpointPolicy)
+            body = evaluate.body(cell, e.agent, e.world, own.split, own.n_tasks, own.repeats, policy)
         return await self.runner.run(
             self.plan.cell(cell),
-            evaluate.body(cell, e.agent, e.world, own.split, own.n_tasks, own.repeats, worker),
-            total=own.n_tasks * own.repeats,
+            body,
+            total=self.plan.n_tasks * own.repeats,
             unit="trials",
-            tags={"stage": "evaluate", "variant": cell.variant, "dataset": f"trail/{own.split}"},
-            params=evaluate.params(cell, e.agent, own.n_tasks, own.repeats),
+            tags={"stage": "evaluate", "variant": cell.variant, "dataset": self.plan.dataset_name},
+            params=evaluate.params(cell, e.agent, self.plan.dataset_name, self.plan.n_tasks, own.repeats),
         )
 
     async def _policy(self, variant: Variant, seed: int) -> StageOutcome:
@@ -181,8 +257,8 @@ class Chain:
     async def _sft(self, seed: int) -> StageOutcome:
         e = self.experiment
         spec = self.plan.sft(seed)
-        body = warmstart.body(e.sft, e.world, e.agent, seed, self.runner.cluster)
-        total = sum(stage.steps for stage in e.sft.sft.stages)
+        body = warmstart.body(e.warmstart, e.world, e.agent, seed, self.runner.cluster)
+        total = sum(stage.steps for stage in e.warmstart.sft.stages)
         tags = {"variant": "base", "seed": seed}
         return await self._once(spec, self.runner.run(spec, body, total=total, unit="steps", tags=tags))
 
@@ -221,10 +297,7 @@ class Chain:
 
 def in_order(results: dict[Cell, StageOutcome], plan: Plan) -> list[StageOutcome]:
     """Cells' outcomes in the plan's order."""
-    cells: Sequence[Cell] = [
-        cell
-        for variant in plan.experiment.variants
-        for seed in plan.experiment.seeds
-        for cell in plan.cells(variant, seed)
-    ]
+    variants = dict.fromkeys(variant for variant, _ in plan.policies)
+    policies = [(v, seed) for v in variants for variant, seed in plan.policies if v == variant]
+    cells = [cell for variant, seed in policies for cell in plan.cells(variant, seed)]
     return [results[cell] for cell in cells if cell in results]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from compaction.engines.credentials import take_userinfo
+from flows.cli_options import DryRun, Force, Json, Overrides, Preset, Seeds, Variants, overrides_of
+from flows.cli_sweep import sweep
+from flows.cli_tasks import app as tasks_app
 
 if TYPE_CHECKING:
     from flows.experiment import Experiment
@@ -36,22 +42,6 @@ app = typer.Typer(
     Exit codes: 0 ok · 1 failed · 2 bad input · 3 partial · 130 Ctrl-C · 143 terminated""",
 )
 
-Preset = Annotated[
-    str,
-    typer.Option("--preset", "-p", help="Name of a preset (tiny, smoke, …) or path of a YAML file.", metavar="NAME"),
-]
-Variants = Annotated[
-    str | None,
-    typer.Option(help="Policies to compare, separated by commas, or [cyan]all[/].", metavar="A,B", show_default=False),
-]
-Seeds = Annotated[str | None, typer.Option(help="Training seeds: [cyan]0,1,2[/].", metavar="N,N", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override one setting: [cyan]--set ppo.steps=20[/]. Repeatable.", metavar="KEY=VALUE"),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; logs go to the run's folder.")]
-Force = Annotated[bool, typer.Option("--force", help="Run every stage again, finished or not.")]
 Cron = Annotated[
     str | None,
     typer.Option(help="When to run reproduce, in UTC: [cyan]0 3 * * *[/].", metavar="CRON", show_default=False),
@@ -95,7 +85,7 @@ def reproduce(
             flow,
             preset,
             overrides or [],
-            flags=_flags(variants=variants, seeds=seeds),
+            flags=overrides_of(variants=variants, seeds=seeds),
             force=force,
             dry_run=dry_run,
             json_output=json_output,
@@ -103,52 +93,8 @@ def reproduce(
     )
 
 
-@app.command()
-def sweep(
-    preset: Preset = "tiny",
-    windows: Annotated[
-        str | None, typer.Option(help="Windows in tokens: [cyan]2k,4k[/] (1k = 1,024).", show_default=False)
-    ] = None,
-    caps: Annotated[
-        str | None, typer.Option(help="Most compactions per rollout: [cyan]0,1,3[/].", show_default=False)
-    ] = None,
-    keep_recent: Annotated[
-        str | None, typer.Option("--keep-recent", help="Turns kept verbatim: [cyan]0,2[/].", show_default=False)
-    ] = None,
-    variants: Variants = None,
-    seeds: Seeds = None,
-    overrides: Overrides = None,
-    dry_run: DryRun = False,
-    json_output: Json = False,
-    force: Force = False,
-) -> None:
-    """Evaluate every combination of window, cap and keep_recent.
-
-    [bold]Examples[/]
-
-    compactionrl sweep --windows 512,1k --caps 0,1,3 --keep-recent 0,2
-
-    compactionrl sweep --caps 0,1,2,3 --variants base,compactionrl --dry-run
-    """
-    from flows.session import run_flow
-
-    def flow(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
-        from flows.sweep import run_sweep
-
-        return run_sweep(experiment, options)
-
-    axes = {"evaluation.windows": windows, "evaluation.caps": caps, "evaluation.keep_recents": keep_recent}
-    raise typer.Exit(
-        run_flow(
-            flow,
-            preset,
-            overrides or [],
-            flags=_flags(variants=variants, seeds=seeds, **axes),
-            force=force,
-            dry_run=dry_run,
-            json_output=json_output,
-        )
-    )
+app.command()(sweep)
+app.add_typer(tasks_app)
 
 
 @app.command()
@@ -327,12 +273,9 @@ def doctor(
         raise typer.Exit(examine_home(Home.locate(), yes=yes, json_output=json_output))
 
 
-def _flags(**flags: str | None) -> list[str]:
-    """Flags are overrides with a shorter name; `--set` comes after them and wins."""
-    return [f"{name}={value}" for name, value in flags.items() if value is not None]
-
-
 def main() -> None:
+    # A password in an address must reach no record of the command: from here on it is in this process's memory alone.
+    sys.argv = [take_userinfo(word) for word in sys.argv]
     app()
 
 

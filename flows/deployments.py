@@ -18,7 +18,9 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field
 
+from evaluation.settings import SandboxKind
 from flows.chain import Plan
+from flows.cli_options import overrides_of, text
 from flows.experiment import Experiment, Variant
 from flows.options import RunOptions
 from flows.reproduce import run_plan
@@ -67,23 +69,35 @@ async def sweep(
     keep_recent: tuple[Count, ...] = (),
     variants: tuple[Variant, ...] = (),
     seeds: tuple[int, ...] = (),
+    dataset: str = "",
+    env: SandboxKind = "docker",
+    base_url: str = "",
+    model: str = "",
     overrides: tuple[str, ...] = (),
     force: bool = False,
 ) -> Any:
     """Evaluate every combination of window, cap and keep_recent.
 
     Args:
-        preset: Name of a preset (tiny, smoke) or path of a YAML file.
+        preset: Name of a preset (tiny, smoke; endpoint for a model behind base_url) or path of a YAML file.
         windows: Windows in tokens; none = those of the preset.
         caps: Most compactions per rollout, 0 = a single window; none = those of the preset.
         keep_recent: Numbers of recent turns kept verbatim; none = those of the preset.
         variants: Policies to compare; none = those of the preset.
         seeds: Training seeds; none = those of the preset.
+        dataset: Real tasks: bench12, a folder of task folders, a list file, registry.json; none = the preset's.
+        env: Sandbox of real tasks: docker, or local (bubblewrap).
+        base_url: Address of an OpenAI-compatible endpoint; none = the preset's. Its key stays in the environment.
+        model: The model's name there.
         overrides: Settings to change, each as KEY=VALUE, for example evaluation.n_tasks=100.
         force: Run every stage again, finished or not.
     """
     axes = {"evaluation.windows": windows, "evaluation.caps": caps, "evaluation.keep_recents": keep_recent}
-    request = Request("sweep", preset, flags_of(variants=variants, seeds=seeds, **axes), overrides, force)
+    tasks = {"evaluation.dataset.path": dataset, "evaluation.dataset.sandbox.kind": env if dataset else ""}
+    endpoint = {"endpoint.base_url": base_url, "endpoint.model": model, "engine": "openai" if base_url else ""}
+    texts = overrides_of(**{name: text(value) for name, value in (tasks | endpoint).items() if value})
+    flags = (*flags_of(variants=variants, seeds=seeds, **axes), *texts)
+    request = Request("sweep", preset, flags, overrides, force)
     return await _run(request, partial(Plan, full_product=True))
 
 
@@ -110,10 +124,15 @@ async def _run(request: Request, make_plan: Callable[[Experiment], Plan]) -> Any
 
 def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options: RunOptions) -> dict[str, Any]:
     """Run a flow with what the command line has opened. Its parameters say what was asked for, as the form would."""
-    e, parameters = experiment, {}
+    e = experiment
+    parameters: dict[str, Any] = {}
     if prefect_flow is sweep:
         axes = e.evaluation
         parameters = {"windows": axes.windows, "caps": axes.caps, "keep_recent": axes.keep_recents}
+        if axes.dataset:
+            parameters |= {"dataset": axes.dataset.path, "env": axes.dataset.sandbox.kind}
+        if e.endpoint:
+            parameters |= {"base_url": e.endpoint.base_url, "model": e.endpoint.model}
     token = COMMAND.set((experiment, options))
     try:
         result: dict[str, Any] = asyncio.run(

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from compaction.engines.endpoint_settings import EndpointSettings
 from compaction.settings import AgentSettings, Settings
+from evaluation.settings import DatasetSettings, JobSettings
 from evaluation.tasksets.trail import Split, TrailSettings
 from flows.presets_loader import load_settings
 from rl.settings import PPOSettings, TrainerSettings
@@ -19,6 +21,12 @@ S = TypeVar("S", bound=Settings)
 
 PRESETS = Path(__file__).parent / "presets"
 
+Engine = Literal["torch", "openai"]
+ENDPOINT_FIELDS = {"endpoint", "summary_endpoint"}
+TRAINING_FIELDS = {
+    *("seeds", "variants", "world", "dataset", "long_window", "group_size", "sft", "critic_steps", "ppo", "trainer"),
+    "loop",
+}
 Variant = Literal[
     "base",
     "compactionrl",
@@ -72,8 +80,9 @@ def _variants(value: Any) -> Any:
 class EvaluationSettings(Settings):
     """What is measured, and how often."""
 
-    split: Split = Field("test", description="tasks to evaluate on; tune on validation, run test once")
-    n_tasks: int = Field(400, ge=1, description="tasks of that split")
+    dataset: DatasetSettings | None = Field(None, description="real tasks to evaluate on; null = the trail world")
+    split: Split = Field("test", description="the world's tasks: tune on validation, run test once")
+    n_tasks: int = Field(400, ge=1, description="tasks of that split (of a dataset: dataset.limit)")
     repeats: int = Field(1, ge=1, description="attempts per task")
     windows: Annotated[tuple[int, ...], BeforeValidator(_listed)] = Field((), description="windows swept, in tokens")
     caps: Annotated[tuple[int, ...], BeforeValidator(_listed)] = Field((), description="compaction caps swept")
@@ -93,16 +102,33 @@ class Experiment(Settings):
     variants: Annotated[tuple[Variant, ...], BeforeValidator(_variants)] = Field(
         ("base", "compactionrl", "no-summary-loss"), min_length=1, description="policies to compare, or `all`"
     )
+    engine: Engine = Field("torch", description="torch: checkpoints that this experiment trains; openai: an endpoint")
+    endpoint: EndpointSettings | None = Field(None, description="the endpoint of engine openai")
+    summary_endpoint: EndpointSettings | None = Field(None, description="another model that writes the summaries")
     world: TrailSettings = TrailSettings()
+    dataset: DatasetSettings | None = Field(None, description="real tasks to train on; null = the trail world")
     agent: AgentSettings = AgentSettings()
     long_window: int = Field(131_072, ge=1, description="the one window of no-compaction-long, in tokens")
     group_size: int = Field(8, ge=2, description="rollouts per prompt of the group estimator (supo, grpo)")
-    sft: WarmstartSettings
+    sft: WarmstartSettings | None = Field(None, description="the warm start; engine openai has none")
     critic_steps: int = Field(50, ge=1, description="critic pretraining steps (the paper's 50)")
     ppo: PPOSettings = PPOSettings()
     trainer: TrainerSettings = TrainerSettings()
     loop: LoopSettings = LoopSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    job: JobSettings = JobSettings()
+
+    @model_validator(mode="after")
+    def _somebody_acts(self) -> Experiment:
+        if self.engine == "torch" and self.sft is None:
+            raise ValueError("engine torch trains a model and needs sft; take a preset that has it, such as tiny")
+        if self.engine == "torch" and (self.endpoint or self.summary_endpoint):
+            raise ValueError("an endpoint is given, but engine is torch; set engine to openai (--engine openai)")
+        if self.engine == "openai" and self.endpoint is None:
+            raise ValueError("engine openai needs an endpoint: --base-url http://HOST:PORT/v1 --model NAME")
+        if self.engine == "openai" and self.evaluation.dataset is None:
+            raise ValueError("engine openai is evaluated on real tasks: --dataset bench12, or a folder of task folders")
+        return self
 
     @model_validator(mode="after")
     def _groups_are_whole(self) -> Experiment:
@@ -125,7 +151,17 @@ class Experiment(Settings):
             ppo = changed(ppo, {"group_size": self.group_size})
         agent = changed(self.agent, {"compaction": compaction, "mode": "training"})
         trainer = changed(self.trainer, changes.get("trainer", {}) | {"temperature": self.agent.temperature})
-        return Training(ppo, trainer, agent, self.world, self.loop, seed)
+        return Training(ppo, trainer, agent, self.world, self.dataset, self.loop, seed)
+
+    @property
+    def warmstart(self) -> WarmstartSettings:
+        assert self.sft is not None, "validated: engine torch has it"
+        return self.sft
+
+    def config(self) -> dict[str, Any]:
+        """The settings that this experiment reads, for every record of it."""
+        unread = TRAINING_FIELDS if self.engine == "openai" else ENDPOINT_FIELDS
+        return self.model_dump(mode="json", exclude=unread)
 
 
 def changed(model: S, changes: Mapping[str, Any]) -> S:

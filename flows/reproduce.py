@@ -15,6 +15,7 @@ from compaction.files import write_durably
 from evaluation.analysis.pooling import PresetPoint
 from evaluation.results import CellResult
 from flows.chain import Chain, Plan, in_order
+from flows.costs import job_costs
 from flows.experiment import Experiment
 from flows.options import RunOptions
 from flows.pages import flow_run_page, mlflow_note, publish_mlflow_link, publish_result
@@ -46,12 +47,13 @@ def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
     """The plan without running it: stages with cached / will run / why, cells, what it costs."""
     planned = plan.look_up(StageStore(options.home.stages), force=options.force)
     cells = [p.spec.label for p in planned if p.spec.stage == "evaluate"]
-    trials = len(cells) * plan.experiment.evaluation.n_tasks * plan.experiment.evaluation.repeats
+    trials = len(cells) * plan.n_tasks * plan.experiment.evaluation.repeats
+    cost = {"trials": f"{trials:,}"} if plan.dataset is None else job_costs(plan, options.home.jobs)
     return {
-        "experiment": plan.experiment.model_dump(mode="json"),
+        "experiment": plan.experiment.config(),
         "stages": [{"name": p.spec.stage, "label": p.spec.label, "cached": p.cached, "why": p.why} for p in planned],
         "cells": cells,
-        "cost": {"trials": f"{trials:,}", "stages to run": str(sum(not p.cached for p in planned))},
+        "cost": cost | {"stages to run": str(sum(not p.cached for p in planned))},
     }
 
 
@@ -62,7 +64,7 @@ async def run_plan(plan: Plan, options: RunOptions) -> dict[str, Any]:
     from prefect.runtime import flow_run
 
     services, run, experiment = options.services, options.run, plan.experiment
-    config = experiment.model_dump(mode="json")
+    config = experiment.config()
     cluster = Cluster(services.ray_address, run.name, run.logs)
     artifacts = options.home.mlflow_artifacts if services.mlflow_is_ours else None
     flow_run_id = str(flow_run.id)
@@ -98,7 +100,7 @@ async def run_plan(plan: Plan, options: RunOptions) -> dict[str, Any]:
                 force=options.force,
                 on_record=lambda records: run.update(stages=[asdict(r) for r in records]),
             )
-            chain = Chain(plan, runner)
+            chain = Chain(plan, runner, options.home.jobs)
             await chain.run()
             result = _finish(plan, chain, run, tracker)
             publish_result(publisher, services, run, result)
@@ -117,8 +119,9 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[
         "errors": [f"{type(error).__name__}: {error}" for error in chain.errors],
         "results": [outcome.result for outcome in outcomes],
         "stages": [asdict(record) for record in chain.runner.records],
+        "sweep": plan.full_product,
         "preset_point": _point(plan.experiment).model_dump(),
-        "provenance": provenance(plan.experiment),
+        "provenance": provenance(plan),
         "mlflow_run_id": tracker.parent.run_id,
     }
     write_durably(run.results, json.dumps(result, indent=1, allow_nan=False))
@@ -129,18 +132,19 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[
     return result
 
 
-def provenance(experiment: Experiment) -> dict[str, Any]:
+def provenance(plan: Plan) -> dict[str, Any]:
     """What a result carries: config, seeds, commit, versions."""
     import sys
 
+    experiment = plan.experiment
     versions = {name: version(name) for name in VERSIONED} | {"python": sys.version.split()[0]}
     return {
         "preset": experiment.name,
-        "seeds": ", ".join(map(str, experiment.seeds)),
+        "seeds": ", ".join(str(seed) for seed in dict.fromkeys(seed for _, seed in plan.policies)),
         **git_state(Path(__file__).resolve().parents[1]),
-        "config_digest": sha256_json(experiment.model_dump(mode="json")),
+        "config_digest": sha256_json(experiment.config()),
         "versions": versions,
-        "config": experiment.model_dump(mode="json"),
+        "config": experiment.config(),
     }
 
 

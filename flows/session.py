@@ -126,7 +126,7 @@ def _run(
     from tasks.progress import open_progress
 
     home.create()
-    run = create_run(home, experiment.name, _command_line(), experiment.model_dump(mode="json"))
+    run = create_run(home, experiment.name, _command_line(), experiment.config())
     with ExitStack() as stack:
         stack.enter_context(_recorded(run))
         stack.enter_context(_logging_to(run.logs / "run.log"))
@@ -165,7 +165,7 @@ def deployed_run(request: Request) -> Iterator[tuple[Experiment, RunOptions]]:
     experiment = request.experiment()
     home = Home.locate()
     services = services_of_a_deployment(home)
-    run = create_run(home, experiment.name, _in_home(request.command), experiment.model_dump(mode="json"))
+    run = create_run(home, experiment.name, _in_home(request.command), experiment.config())
     try:
         with _recorded(run), _logging_to(run.logs / "run.log"), open_progress("log") as progress:
             progress.note(services.description)

@@ -126,6 +126,7 @@ class StageOutcome:
     cached: bool
     why: str
     """Why it ran, or `unchanged`"""
+    unfinished: str | None = None
 
     @property
     def result(self) -> dict[str, Any]:
@@ -144,6 +145,8 @@ class Produced:
     seconds: float
     """What it took, waiting for a free place not counted"""
     mlflow_run_id: str | None = None
+    unfinished: str | None = None
+    """Why the stage is to be gone on with next time, if it is: then it has a result and is not kept as finished"""
 
 
 class StageStore:
@@ -232,6 +235,8 @@ class StageStore:
             created=datetime.now(UTC).isoformat(),
             mlflow_run_id=produced.mlflow_run_id,
         )
+        if produced.unfinished:
+            return StageOutcome(work, manifest, False, why, produced.unfinished)
         write_durably(work / MANIFEST, json.dumps(asdict(manifest), indent=2))
         if final.exists():
             discarded = self.root / ".work" / f"{final.name}.discarded-{os.getpid()}"

@@ -1,10 +1,9 @@
-"""Stage `evaluate`: the trials of one cell, on a worker that serves all cells of one checkpoint."""
+"""Stage `evaluate` on the trail world: the trials of one cell, with a policy that serves all cells of a checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -14,11 +13,11 @@ from compaction.settings import AgentSettings
 from compaction.storage import write_rollouts
 from evaluation.grid import Cell
 from evaluation.results import CellResult, summarize_cell
-from evaluation.tasksets.trail import Split, TrailSettings, TrailTask, trail_tasks
-from evaluation.trial import TrialKey, TrialResult, trial_result
+from evaluation.tasksets.trail import Split, TrailSettings, trail_tasks
+from evaluation.trial import TrialResult, trial_result
 from rl.requests import RolloutRequest, rollout_seed
 from tasks.caching import StageOutcome, StageSpec
-from tasks.cluster import Cluster
+from tasks.policies import CheckpointPolicy
 from tasks.stages import Body, StageRun
 from tasks.tracking import log_cell_result
 from tasks.wiring import ROLLOUT_SOURCES
@@ -31,6 +30,7 @@ SOURCES = (
     "evaluation/analysis/statistics.py",
     "rl/models.py",
     "tasks/evaluate.py",
+    "tasks/policies.py",
     "tasks/wiring.py",
 )
 TASK_SEED = 0
@@ -71,9 +71,10 @@ def cell_agent(cell: Cell, agent: AgentSettings) -> AgentSettings:
     )
 
 
-def params(cell: Cell, agent: AgentSettings, n_tasks: int, repeats: int) -> dict[str, Any]:
+def params(cell: Cell, agent: AgentSettings, dataset: str, n_tasks: int, repeats: int) -> dict[str, Any]:
     """What every cell's MLflow run holds, under the same keys."""
     return {
+        "dataset": dataset,
         "variant": cell.variant,
         "seed": cell.seed,
         "window": cell.window,
@@ -85,31 +86,6 @@ def params(cell: Cell, agent: AgentSettings, n_tasks: int, repeats: int) -> dict
     }
 
 
-class EvaluationWorker:
-    """The rollout worker of one checkpoint, started for the first cell that has to run."""
-
-    def __init__(
-        self, checkpoint: Path, cluster: Cluster, *, slots: int, max_length: int, rollout_timeout: float
-    ) -> None:
-        self._checkpoint, self._cluster = checkpoint, cluster
-        self._slots, self._max_length, self._rollout_timeout = slots, max_length, rollout_timeout
-        self._worker: Any = None
-
-    async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        self._cluster.ensure()
-        from rl.workers import RolloutWorker, TorchServing
-
-        if self._worker is None:
-            serving = TorchServing(self._checkpoint, self._slots, self._max_length)
-            self._worker = RolloutWorker(serving, slots=self._slots, rollout_timeout=self._rollout_timeout)
-        rollouts: list[Rollout] = await self._worker.rollouts(requests)
-        return rollouts
-
-    def stop(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
-
-
 def body(
     cell: Cell,
     agent: AgentSettings,
@@ -117,7 +93,7 @@ def body(
     split: Split,
     n_tasks: int,
     repeats: int,
-    worker: EvaluationWorker,
+    policy: CheckpointPolicy,
 ) -> Body:
     """Writes `trials.json` and a sample of rollouts; the result is the cell's CellResult."""
 
@@ -132,11 +108,13 @@ def body(
             RolloutRequest(f"{key.task}-{key.repeat}", task, rollout_seed("evaluate", cell.seed, key.repeat), settings)
             for key, task in trials
         ]
+        await policy.ready()
         rollouts: list[Rollout] = []
         for start in range(0, len(requests), CHUNK):
-            rollouts += await worker.rollouts(requests[start : start + CHUNK])
+            rollouts += await policy.rollouts(requests[start : start + CHUNK])
             stage.progress.update(len(rollouts), _so_far(rollouts))
-        return _record(cell, trials, rollouts, stage)
+        results = [trial_result(key, rollout) for (key, _), rollout in zip(trials, rollouts, strict=True)]
+        return record(cell, results, [rollouts[i] for i in worth_reading(results)], stage)
 
     return run
 
@@ -146,30 +124,27 @@ def _so_far(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {"pass_at_1": sum(rewards) / len(rewards)} if rewards else {}
 
 
-def _record(
-    cell: Cell, trials: Sequence[tuple[TrialKey, TrailTask]], rollouts: Sequence[Rollout], stage: StageRun
-) -> dict[str, Any]:
+def record(cell: Cell, results: Sequence[TrialResult], kept: Sequence[Rollout], stage: StageRun) -> dict[str, Any]:
+    """Writes the cell's trials and the rollouts that are kept, logs its result and some traces, and returns it."""
     from tasks.traces import log_rollouts
 
-    results = [trial_result(key, rollout) for (key, _), rollout in zip(trials, rollouts, strict=True)]
     summary = summarize_cell(cell, results, mlflow_run_id=stage.tracked.run_id)
-    (stage.folder / "trials.json").write_bytes(TRIALS.dump_json(results))
-    sample = _sample(rollouts)
-    write_rollouts(stage.folder / "rollouts.parquet", sample)
+    (stage.folder / "trials.json").write_bytes(TRIALS.dump_json(list(results)))
+    write_rollouts(stage.folder / "rollouts.parquet", kept)
     log_cell_result(stage.tracked, summary)
-    log_rollouts(stage.tracked, sample[:TRACED_ROLLOUTS])
+    log_rollouts(stage.tracked, kept[:TRACED_ROLLOUTS])
     dumped: dict[str, Any] = json.loads(summary.model_dump_json())
     return dumped
 
 
-def _sample(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """A few to read: the most compacted first, failures and successes alike."""
-    by_outcome: dict[bool, list[Rollout]] = {True: [], False: []}
-    for rollout in sorted(rollouts, key=lambda r: (-r.n_compactions, r.id)):
-        by_outcome[bool(rollout.outcome.reward)].append(rollout)
+def worth_reading(results: Sequence[TrialResult]) -> list[int]:
+    """Numbers of a few trials to read: the most compacted first, failures and successes alike."""
+    by_outcome: dict[bool, list[int]] = {True: [], False: []}
+    for i in sorted(range(len(results)), key=lambda i: (-results[i].compactions, results[i].key.task)):
+        by_outcome[bool(results[i].reward)].append(i)
     half = KEPT_ROLLOUTS // 2
-    mixed = [r for pair in zip(by_outcome[True][:half], by_outcome[False][:half], strict=False) for r in pair]
-    rest = [r for group in by_outcome.values() for r in group if r not in mixed]
+    mixed = [i for pair in zip(by_outcome[True][:half], by_outcome[False][:half], strict=False) for i in pair]
+    rest = [i for group in by_outcome.values() for i in group if i not in mixed]
     return (mixed + rest)[:KEPT_ROLLOUTS]
 
 

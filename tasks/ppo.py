@@ -17,10 +17,12 @@ from pydantic import Field
 
 from compaction.settings import AgentSettings, Settings
 from compaction.storage import write_rollouts
+from evaluation.settings import DatasetSettings
 from evaluation.tasksets.trail import TrailSettings
 from rl.settings import PPOSettings, TrainerSettings
 from tasks.caching import StageOutcome, StageSpec
 from tasks.cluster import Cluster
+from tasks.real_tasks import SANDBOX_SOURCES, dataset_identity, dataset_tasks
 from tasks.stages import Body, StageRun
 from tasks.wiring import LEARNING_SOURCES, ROLLOUT_SOURCES, longest_sequence, training_tasks
 
@@ -66,6 +68,8 @@ class Training:
     trainer: TrainerSettings
     agent: AgentSettings
     world: TrailSettings
+    dataset: DatasetSettings | None
+    """Real tasks instead of the world"""
     loop: LoopSettings
     seed: int
 
@@ -73,6 +77,7 @@ class Training:
         models = {"ppo": self.ppo, "trainer": self.trainer, "agent": self.agent, "world": self.world}
         return {name: model.model_dump(mode="json") for name, model in models.items()} | {
             "seed": self.seed,
+            "dataset": self.dataset and dataset_identity(self.dataset),
             "loop": self.loop.model_dump(mode="json", exclude={"checkpoint_every"}),
         }
 
@@ -89,7 +94,8 @@ def ppo_spec(training: Training, label: str, sft: StageSpec, critic: StageSpec |
 
 
 def _spec(stage: str, training: Training, label: str, parents: dict[str, str]) -> StageSpec:
-    packages = (*ROLLOUT_SOURCES, *LEARNING_SOURCES, "tasks/ppo.py", "tasks/wiring.py")
+    sandboxes = () if training.dataset is None else SANDBOX_SOURCES
+    packages = (*ROLLOUT_SOURCES, *LEARNING_SOURCES, *sandboxes, "tasks/ppo.py", "tasks/wiring.py")
     return StageSpec(stage, label, training.settings(), parents, packages)
 
 
@@ -135,7 +141,11 @@ async def _loop(
     from rl.workers import RolloutWorker, TorchServing, TrainerHandle
 
     ppo, loop = training.ppo, training.loop
-    tasks = training_tasks(training.world, 2 * training.seed + (name == "ppo"), (ppo.steps + 1) * ppo.batch_size)
+    tasks_seed = 2 * training.seed + (name == "ppo")
+    if training.dataset is None:
+        tasks = training_tasks(training.world, tasks_seed, (ppo.steps + 1) * ppo.batch_size)
+    else:
+        tasks = dataset_tasks(training.dataset, tasks_seed)
     stream = RequestStream(tasks, training.agent, training.seed, name, ppo.batch_size, ppo.group_size)
     serving = TorchServing(checkpoint, loop.slots, longest_sequence(training.agent))
     with ExitStack() as ending:

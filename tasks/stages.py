@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from compaction.engines.endpoint_errors import EndpointRefused
 from compaction.protocols import InfrastructureError
 from compaction.window import WindowTooSmall
+from evaluation.job import JobBusy, JobChanged
+from evaluation.tasksets.datasets import DatasetError
 from rl.errors import CheckpointError, CheckpointNotFound, NoUsableRollouts, TrainingDiverged, WorkerLost
 from tasks.caching import Produced, StageOutcome, StageSpec, StageStore
 from tasks.cluster import Cluster
@@ -33,6 +36,10 @@ EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
     CheckpointError: (CommandError, ""),
     CheckpointNotFound: (UserError, ""),
     WindowTooSmall: (UserError, ""),
+    DatasetError: (UserError, ""),
+    EndpointRefused: (UserError, ""),
+    JobChanged: (UserError, ""),
+    JobBusy: (CommandError, ""),
     InfrastructureError: (CommandError, f"If this passes by itself, {AGAIN}"),
 }
 """What may end a stage without being a bug: how the command then ends, and the next step where the message has none"""
@@ -88,7 +95,15 @@ def failed(error: CommandError) -> State:
     return Failed(message=str(error), data=error)
 
 
-Body = Callable[[StageRun], Awaitable[dict[str, Any]]]
+@dataclass(frozen=True)
+class Unfinished:
+    """A result that stands for now: the same command goes on with the stage."""
+
+    result: dict[str, Any]
+    why: str
+
+
+Body = Callable[[StageRun], Awaitable[dict[str, Any] | Unfinished]]
 """Writes the stage's files and returns its small result"""
 
 
@@ -154,14 +169,20 @@ class StageRunner:
                         tracked.log_config(spec.settings)
                     with explained(spec.title):
                         result = await self._retried(spec.title, partial(body, StageRun(folder, tracked, progress)))
-                    return Produced(result, time.monotonic() - started, tracked.run_id)
+                    seconds = time.monotonic() - started
+                    if isinstance(result, Unfinished):
+                        tracked.set_tags({"unfinished": result.why})
+                        return Produced(result.result, seconds, tracked.run_id, result.why)
+                    return Produced(result, seconds, tracked.run_id)
 
         outcome = await self.store.run(spec, produce, force=self.force, on_wait=self.progress.note)
         if outcome.cached:
             self.tracker.link_cached(spec.title, outcome.manifest.mlflow_run_id)
         return outcome
 
-    async def _retried(self, title: str, attempt: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    async def _retried(
+        self, title: str, attempt: Callable[[], Awaitable[dict[str, Any] | Unfinished]]
+    ) -> dict[str, Any] | Unfinished:
         """A stage that infrastructure failed goes on from its last checkpoint, ATTEMPTS times in all."""
 
         def announce(state: RetryCallState) -> None:
@@ -175,7 +196,7 @@ class StageRunner:
             before_sleep=announce,
             reraise=True,
         )
-        result: dict[str, Any] = await retrying(attempt)
+        result: dict[str, Any] | Unfinished = await retrying(attempt)
         return result
 
     def _record(self, spec: StageSpec, outcome: StageOutcome) -> None:

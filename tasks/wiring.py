@@ -9,8 +9,9 @@ from rl.requests import TaskSource
 
 ROLLOUT_SOURCES = (
     "compaction",
-    "evaluation/tasksets",
-    "evaluation/environments",
+    "evaluation/tasksets/trail.py",
+    "evaluation/environments/trail.py",
+    "evaluation/environments/shell_words.py",
     "rl/engines",
     "rl/requests.py",
     "rl/workers.py",

@@ -134,7 +134,33 @@ def test_plain_sizes() -> None:
 
 @pytest.mark.parametrize("name", preset_names(PRESETS))
 def test_every_shipped_preset_loads(name: str) -> None:
-    assert load_experiment(name).name == name
+    asked = ENDPOINT if name == "endpoint" else []
+    assert load_experiment(name, asked).name == name
+
+
+ENDPOINT = ["endpoint.base_url=http://localhost:1/v1", "endpoint.model=m", "evaluation.dataset.path=bench12"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "message"),
+    [
+        ("endpoint", ENDPOINT[2:], "engine openai needs an endpoint: --base-url"),
+        ("endpoint", ENDPOINT[:2], "engine openai is evaluated on real tasks: --dataset bench12"),
+        ("tiny", ENDPOINT[:2], "an endpoint is given, but engine is torch"),
+        ("endpoint", ["engine=torch"], "engine torch trains a model and needs sft"),
+        ("endpoint", ["engine=openia", *ENDPOINT], "did you mean openai"),
+    ],
+)
+def test_who_acts_is_asked_for_with_the_flag_that_is_missing(preset: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_experiment(preset, overrides)
+
+
+def test_a_record_holds_what_the_experiment_reads_and_nothing_else() -> None:
+    config = load_experiment("endpoint", ENDPOINT).config()
+    assert config["endpoint"]["model"] == "m"
+    assert {"sft", "ppo", "trainer", "variants", "seeds"}.isdisjoint(config)
+    assert "endpoint" not in load_experiment("tiny").config()
 
 
 @pytest.mark.parametrize(

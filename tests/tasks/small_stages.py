@@ -73,6 +73,7 @@ def training(checkpoint: Path, steps: int, max_staleness: int = 0) -> Training:
         TrainerSettings(policy_lr=3e-3, critic_lr=1e-2),
         agent_settings(checkpoint),
         WORLD,
+        None,
         LoopSettings(workers=1 + bool(max_staleness), slots=4, checkpoint_every=CHECKPOINT_EVERY),
         seed=0,
     )

@@ -14,7 +14,8 @@ from evaluation.grid import Cell
 from tasks import evaluate
 from tasks.caching import StageSpec
 from tasks.cluster import Cluster
-from tasks.evaluate import TRIALS, EvaluationWorker, cell_agent
+from tasks.evaluate import TRIALS, cell_agent
+from tasks.policies import CheckpointPolicy
 from tasks.progress import open_progress
 from tasks.stages import StageRun
 from tasks.tracking import Tracker
@@ -34,15 +35,15 @@ def tracker(mlflow_uri: str, tmp_path: Path) -> Iterator[Tracker]:
 
 
 def evaluated(
-    cell: Cell, checkpoint: Path, worker: EvaluationWorker, tracker: Tracker, folder: Path
+    cell: Cell, checkpoint: Path, policy: CheckpointPolicy, tracker: Tracker, folder: Path
 ) -> tuple[dict[str, Any], Any]:
     agent = agent_settings(checkpoint)
     folder.mkdir()
-    body = evaluate.body(cell, agent, WORLD, "validation", 5, 2, worker)
+    body = evaluate.body(cell, agent, WORLD, "validation", 5, 2, policy)
     with (
         open_progress("log") as progress,
         progress.stage(cell.name, 10, "trials") as shown,
-        tracker.cell(cell.name, evaluate.params(cell, agent, 5, 2)) as run,
+        tracker.cell(cell.name, evaluate.params(cell, agent, "trail/validation", 5, 2)) as run,
     ):
         return asyncio.run(body(StageRun(folder, run, shown))), run
 
@@ -50,12 +51,12 @@ def evaluated(
 def test_cells_share_tasks_and_worker_and_leave_trials_rollouts_and_metrics(
     small_checkpoint: Path, ray_cluster: Cluster, tracker: Tracker, tmp_path: Path
 ) -> None:
-    worker = EvaluationWorker(small_checkpoint, ray_cluster, slots=4, max_length=128, rollout_timeout=60.0)
-    result, run = evaluated(CELL, small_checkpoint, worker, tracker, tmp_path / "a")
+    policy = CheckpointPolicy(small_checkpoint, ray_cluster, slots=4, max_length=128, rollout_timeout=60.0)
+    result, run = evaluated(CELL, small_checkpoint, policy, tracker, tmp_path / "a")
     other = Cell("compactionrl", 0, 128, 0, None)
-    evaluated(other, small_checkpoint, worker, tracker, tmp_path / "b")
-    again, _ = evaluated(CELL, small_checkpoint, worker, tracker, tmp_path / "c")
-    worker.stop()
+    evaluated(other, small_checkpoint, policy, tracker, tmp_path / "b")
+    again, _ = evaluated(CELL, small_checkpoint, policy, tracker, tmp_path / "c")
+    asyncio.run(policy.close())
 
     assert (result["n_tasks"], result["n_trials"], result["repeats"]) == (5, 10, 2)
     assert result["mlflow_run_id"] == run.run_id
@@ -73,7 +74,7 @@ def test_cells_share_tasks_and_worker_and_leave_trials_rollouts_and_metrics(
 
 def test_a_worker_that_was_never_needed_starts_and_stops_nothing(tmp_path: Path) -> None:
     cluster = Cluster(None, "test", tmp_path / "logs")
-    EvaluationWorker(tmp_path, cluster, slots=1, max_length=8, rollout_timeout=60.0).stop()
+    asyncio.run(CheckpointPolicy(tmp_path, cluster, slots=1, max_length=8, rollout_timeout=60.0).close())
     assert not (tmp_path / "logs").exists()
 
 

@@ -12,7 +12,7 @@ from rl.settings import PPOSettings, TrainerSettings
 from tasks.caching import StageSpec
 from tasks.ppo import LoopSettings, Training, critic_spec, ppo_spec
 
-TRAINING = Training(PPOSettings(), TrainerSettings(), AgentSettings(), TrailSettings(), LoopSettings(), seed=0)
+TRAINING = Training(PPOSettings(), TrainerSettings(), AgentSettings(), TrailSettings(), None, LoopSettings(), seed=0)
 SFT = StageSpec("sft", "seed 0", {"seed": 0})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from compaction.settings import AgentSettings, CompactionSettings
 from evaluation.tasksets.trail import TrailSettings
-from tasks import evaluate, warmstart, wiring
+from tasks import evaluate, real_tasks, warmstart, wiring
 from tasks.caching import SOURCES, code_digest
 from tasks.wiring import longest_sequence, training_tasks
 
@@ -37,7 +37,10 @@ STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
     "ppo": (
         (*wiring.ROLLOUT_SOURCES, *wiring.LEARNING_SOURCES, "tasks/ppo.py", "tasks/wiring.py"),
         ["tasks/ppo.py", "rl/ppo.py", "rl/async_ppo.py", "rl/workers.py"],
-        set(),
+        {"tasks/real_tasks.py", "evaluation/settings.py"},
+    ),
+    "any on real tasks": (
+        (*wiring.ROLLOUT_SOURCES, *real_tasks.SANDBOX_SOURCES), ["tasks/real_tasks.py"], {"evaluation/trial.py"},
     ),
     "evaluate": (
         evaluate.SOURCES,
@@ -54,7 +57,10 @@ AROUND = ("rl/errors.py", "rl/events.py", "rl/meters.py", "rl/remote.py", *(f"ta
 
 
 def imported_files(starts: list[str]) -> set[str]:
-    """Files of this repository that `starts` import, directly or not, functions' own imports included."""
+    """Files of this repository that `starts` import, directly or not, functions' own imports included.
+
+    What real tasks need counts only where a stage has real tasks: it is not followed unless it is one of `starts`.
+    """
     found: set[str] = set()
     waiting = list(starts)
     while waiting:
@@ -62,6 +68,8 @@ def imported_files(starts: list[str]) -> set[str]:
         if name in found or name in AROUND:
             continue
         found.add(name)
+        if name == "tasks/real_tasks.py" and name not in starts:
+            continue
         for node in ast.walk(ast.parse((SOURCES / name).read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]

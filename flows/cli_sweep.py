@@ -1,0 +1,189 @@
+"""The command `sweep`: trained checkpoints or any endpoint, on the trail world or on real tasks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from flows.cli_options import DryRun, Force, Json, Overrides, Seeds, Variants, overrides_of, text
+
+if TYPE_CHECKING:
+    from flows.experiment import Experiment
+    from flows.options import RunOptions
+
+AXES, TASKS, MODEL, JOB = "What is swept", "Tasks", "Model behind an endpoint", "How trials are run"
+
+
+def _option(help_text: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False, **more)
+
+
+def sweep(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            "--preset",
+            "-p",
+            metavar="NAME",
+            show_default=False,
+            help="Name of a preset or path of a YAML file; default: tiny, or endpoint with [cyan]--engine openai[/].",
+        ),
+    ] = None,
+    windows: Annotated[str | None, _option("Windows in tokens: [cyan]32k,64k[/] (1k = 1,024).", AXES)] = None,
+    caps: Annotated[str | None, _option("Most compactions per rollout: [cyan]0,1,3[/]; 0 = one window.", AXES)] = None,
+    keep_recent: Annotated[
+        str | None, _option("Turns kept verbatim after a compaction: [cyan]0,2[/].", AXES, "--keep-recent")
+    ] = None,
+    threshold: Annotated[str | None, _option("Compact when fewer tokens than this are free.", AXES)] = None,
+    max_response: Annotated[str | None, _option("Most tokens of one action.", AXES, "--max-response")] = None,
+    prompt_pack: Annotated[
+        str | None, _option("Summary instruction and resume text, by name or YAML file.", AXES, "--prompt-pack")
+    ] = None,
+    temperature: Annotated[float | None, _option("Sampling temperature; 0 = greedy.", AXES, min=0)] = None,
+    variants: Variants = None,
+    seeds: Seeds = None,
+    dataset: Annotated[
+        str | None,
+        _option("[cyan]bench12[/], a folder of Harbor task folders, a list file, or registry.json[:NAME].", TASKS),
+    ] = None,
+    env: Annotated[Literal["docker", "local"] | None, _option("Sandbox: docker, or local (bubblewrap).", TASKS)] = None,
+    network: Annotated[
+        Literal["task", "none"] | None, _option("none: no network, whatever the task asks for.", TASKS)
+    ] = None,
+    limit: Annotated[int | None, _option("Most tasks of the dataset.", TASKS, min=1)] = None,
+    sample_seed: Annotated[
+        int | None, _option("Draw the tasks of --limit at random under this seed.", TASKS, "--sample-seed")
+    ] = None,
+    repeats: Annotated[int | None, _option("Attempts per task.", TASKS, min=1)] = None,
+    engine: Annotated[
+        Literal["torch", "openai"] | None,
+        _option("torch: checkpoints of the preset; openai: an OpenAI-compatible endpoint.", MODEL),
+    ] = None,
+    base_url: Annotated[
+        str | None, _option("Address before /chat/completions: [cyan]http://localhost:8000/v1[/].", MODEL, "--base-url")
+    ] = None,
+    model: Annotated[str | None, _option("The model's name, as the endpoint lists it.", MODEL)] = None,
+    api_key_env: Annotated[
+        str | None, _option("NAME of the variable that holds the key (default OPENAI_API_KEY).", MODEL, "--api-key-env")
+    ] = None,
+    request_extra: Annotated[
+        str | None,
+        _option("Further fields of each request, as JSON: [cyan]'{\"top_p\": 0.95}'[/].", MODEL, "--request-extra"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, _option("Folder of the model's tokenizer, where the server has none to ask.", MODEL)
+    ] = None,
+    reasoning: Annotated[
+        Literal["keep", "drop", "count"] | None,
+        _option("Thinking beside the reply: sent back (keep), forgotten (drop), or only counted.", MODEL),
+    ] = None,
+    stream: Annotated[bool, _option("Receive replies piece by piece.", MODEL, "--stream")] = False,
+    price: Annotated[
+        str | None,
+        _option("US dollars per million tokens: [cyan]INPUT,CACHED,OUTPUT[/].", MODEL, metavar="USD,USD,USD"),
+    ] = None,
+    summary_model: Annotated[
+        str | None, _option("Another model that writes the summaries.", MODEL, "--summary-model")
+    ] = None,
+    summary_base_url: Annotated[
+        str | None, _option("Its address, if it is another.", MODEL, "--summary-base-url")
+    ] = None,
+    concurrency: Annotated[int | None, _option("Trials at once (default 4).", JOB, min=1)] = None,
+    job: Annotated[
+        str | None, _option("Name of the folder below jobs/ (default: made from the settings).", JOB)
+    ] = None,
+    max_cost: Annotated[
+        float | None, _option("US dollars this command may spend; then it stops, to be resumed.", JOB, "--max-cost")
+    ] = None,
+    max_tokens: Annotated[
+        str | None, _option("Tokens this command may spend, prompts included.", JOB, "--max-tokens")
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    json_output: Json = False,
+    force: Force = False,
+) -> None:
+    """Evaluate every combination of window, cap and keep_recent.
+
+    Without [cyan]--dataset[/] on the trail world, whose checkpoints are trained where they are missing. With it on real
+    tasks in sandboxes: every trial is kept below jobs/, and the same command again runs what has no result yet.
+
+    [bold]Examples[/]
+
+    compactionrl sweep --windows 512,1k --caps 0,1,3 --keep-recent 0,2
+
+    compactionrl sweep --dataset bench12 --env local --engine openai --base-url http://localhost:8000/v1
+    --model qwen3-8b --windows 16k,32k --caps 0,1,3 --keep-recent 0,2 --repeats 3 --dry-run
+
+    compactionrl sweep --dataset tasks/ --env docker --engine openai --base-url https://api.example.com/v1
+    --model big --summary-model small --price 2,0.2,8 --max-cost 20
+    """
+    from flows.session import run_flow
+
+    def flow(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+        from flows.sweep import run_sweep
+
+        return run_sweep(experiment, options)
+
+    chosen = engine or ("openai" if base_url or model else None)
+    endpoint = {
+        "api_key_env": api_key_env,
+        "request_extra": request_extra,
+        "reasoning": reasoning,
+        "stream": json.dumps(True) if stream else None,
+        **_prices(price),
+    }
+    flags = {
+        "engine": chosen,
+        "evaluation.windows": windows,
+        "evaluation.caps": caps,
+        "evaluation.keep_recents": keep_recent,
+        "agent.compaction.threshold": threshold,
+        "agent.compaction.max_response": max_response,
+        "agent.compaction.prompt_pack": text(prompt_pack),
+        "agent.temperature": temperature,
+        "variants": variants,
+        "seeds": seeds,
+        "evaluation.dataset.path": text(dataset),
+        "evaluation.dataset.sandbox.kind": env,
+        "evaluation.dataset.sandbox.network": network,
+        "evaluation.dataset.limit": limit,
+        "evaluation.dataset.sample_seed": sample_seed,
+        "evaluation.repeats": repeats,
+        "endpoint.base_url": text(base_url),
+        "endpoint.model": text(model),
+        "endpoint.tokenizer": text(tokenizer),
+        **{f"endpoint.{name}": value for name, value in endpoint.items()},
+        "job.concurrency": concurrency,
+        "job.name": text(job),
+        "job.max_cost": max_cost,
+        "job.max_tokens": max_tokens,
+    }
+    if summary_model or summary_base_url:
+        flags |= {
+            "summary_endpoint.base_url": text(summary_base_url or base_url),
+            "summary_endpoint.model": text(summary_model or model),
+            **{f"summary_endpoint.{name}": value for name, value in endpoint.items()},
+        }
+    raise typer.Exit(
+        run_flow(
+            flow,
+            preset or ("endpoint" if chosen == "openai" else "tiny"),
+            overrides or [],
+            flags=overrides_of(**flags),
+            force=force,
+            dry_run=dry_run,
+            json_output=json_output,
+        )
+    )
+
+
+def _prices(price: str | None) -> dict[str, str | None]:
+    if price is None:
+        return {}
+    parts = price.split(",")
+    if len(parts) != 3:
+        raise typer.BadParameter(f"{price!r}: give three numbers, INPUT,CACHED,OUTPUT, such as 2,0.2,8")
+    return dict(zip(("price_input", "price_cached", "price_output"), parts, strict=True))

@@ -1,0 +1,51 @@
+"""What `--dry-run` says of a sweep on real tasks: trials done and left, tokens, dollars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evaluation.estimate import TURN_TOKENS, TURNS, Tokens, assumed_tokens, measured_tokens
+from evaluation.grid import Cell
+from evaluation.job import Job
+from flows.chain import Plan
+
+
+def job_costs(plan: Plan, jobs: Path) -> dict[str, str]:
+    """Name → text, for the plan's end. Raises JobChanged as the run would."""
+    cells = [cell for variant, seed in plan.policies for cell in plan.cells(variant, seed)]
+    left: dict[Cell, int] = {}
+    done = []
+    for cell in cells:
+        job = plan.job(cell)
+        trials = job.trials()
+        finished = Job(
+            job.folder(jobs, plan.experiment.job.name), job.decides(), trials, concurrency=1, attempts=1
+        ).finished()
+        left[cell] = len(trials) - len(finished)
+        done += list(finished.values())
+    measured = measured_tokens(done)
+    compaction = plan.experiment.agent.compaction
+    each = {cell: measured or assumed_tokens(cell.settings(compaction)) for cell in cells}
+    basis = f"mean of {len(done):,} finished trials" if measured else f"assuming {TURNS} turns of {TURN_TOKENS} tokens"
+    prompt, sampled = (sum(left[c] * getattr(each[c], name) for c in cells) for name in ("prompt", "completion"))
+    return {
+        "trials": f"{sum(left.values()):,} to run, {len(done):,} done",
+        "tokens": f"about {prompt / 1e6:,.1f} M prompt and {sampled / 1e6:,.2f} M sampled ({basis} per trial)",
+        "cost": _dollars(plan, {c: (left[c], each[c]) for c in cells}),
+    }
+
+
+def _dollars(plan: Plan, trials: dict[Cell, tuple[int, Tokens]]) -> str:
+    endpoint = plan.experiment.endpoint
+    if endpoint is None:
+        return "this machine's time"
+    if not endpoint.priced:
+        return "unknown: give prices with --price INPUT,CACHED,OUTPUT (US dollars per million tokens)"
+
+    def total(cached: bool) -> float:
+        return sum(
+            n * (endpoint.cost(round(t.prompt), round(t.repeated) if cached else 0, round(t.completion)) or 0.0)
+            for n, t in trials.values()
+        )
+
+    return f"about ${total(True):,.2f} if the server caches every window, ${total(False):,.2f} if it caches none"
