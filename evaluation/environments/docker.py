@@ -23,6 +23,7 @@ import docker
 from docker.errors import APIError, DockerException, NotFound
 from docker.types import Ulimit
 from requests.exceptions import RequestException
+from urllib3.exceptions import HTTPError
 
 from compaction.protocols import EnvironmentFailure
 from evaluation.environments.docker_images import image_of
@@ -350,7 +351,7 @@ def _talking(error_class: str | None = None) -> Iterator[None]:
     """Errors of the daemon, and of the way to it, as EnvironmentFailure."""
     try:
         yield
-    except (DockerException, RequestException, ConnectionError, TimeoutError) as error:
+    except (DockerException, RequestException, HTTPError, ConnectionError, TimeoutError) as error:
         raise EnvironmentFailure(f"Docker: {error}", error_class) from error
 
 

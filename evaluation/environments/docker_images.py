@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import docker
 from docker.errors import APIError, BuildError, DockerException, ImageNotFound
 from filelock import FileLock, Timeout
 from requests.exceptions import RequestException
+from urllib3.exceptions import HTTPError
 
 from compaction.protocols import EnvironmentFailure
 from evaluation.tasksets.task_folder import TaskFolder
@@ -72,7 +74,7 @@ def _ready_image(client: docker.DockerClient, folder: TaskFolder) -> Any:
         pass
     try:
         return client.images.pull(name)
-    except (DockerException, RequestException) as error:
+    except (DockerException, RequestException, HTTPError) as error:
         raise EnvironmentFailure(
             f"task {folder.name}: image {name} is not on this machine and cannot be pulled: {error}; "
             f"try `docker pull {name}`",
@@ -101,15 +103,16 @@ def _build(client: docker.DockerClient, folder: TaskFolder, tag: str, give_up: C
             labels={IMAGE_LABEL: folder.name},
             timeout=folder.build_timeout,  # of one silence; the whole is watched below
         )
-        for step in steps:
-            lines.extend(str(step.get("stream") or step.get("error") or "").splitlines())
-            if "error" in step:
-                raise failed("failed:")
-            if time.monotonic() > ends:
-                raise failed(f"did not end within {folder.build_timeout:g} s (build_timeout_sec in task.toml):")
-            if give_up():
-                raise failed("was given up")
-    except RequestException:
+        with closing(steps):
+            for step in steps:
+                lines.extend(str(step.get("stream") or step.get("error") or "").splitlines())
+                if "error" in step:
+                    raise failed("failed:")
+                if time.monotonic() > ends:
+                    raise failed(f"did not end within {folder.build_timeout:g} s (build_timeout_sec in task.toml):")
+                if give_up():
+                    raise failed("was given up:")
+    except (RequestException, HTTPError):
         raise failed(f"stopped answering, at most {folder.build_timeout:g} s ago:") from None
     except (BuildError, APIError, TypeError) as error:
         raise failed(f"failed: {error}") from None
