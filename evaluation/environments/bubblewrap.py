@@ -85,6 +85,8 @@ class LocalEnvironment(Sandbox):
             )
         self.workdir = self.folder.workdir or str(layout.workdir)
         self._environment = layout.environment | self.folder.env
+        if self.folder.network == "public":
+            log.info("task %s may use the network; --env local has none", self.folder.name)
         self.shell = "bash" if shutil.which("bash") else "sh"
         ran = self.run(Script("exit 0", Session("/"), _FILE_SECONDS))
         if ran.exit_code:

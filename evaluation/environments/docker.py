@@ -60,7 +60,8 @@ _reaping = threading.Lock()
 
 class DockerEnvironment(Sandbox):
     """One container. A process that the agent leaves in the background must write to a file: Docker closes the output
-    two seconds after the command that started it."""
+    two seconds after the command that started it. Disk use is limited per file only: Docker has no quota that works
+    on every disk, so `storage_mb` has no effect."""
 
     _client: Any = None
     _container: Any = None

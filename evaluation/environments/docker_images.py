@@ -39,14 +39,17 @@ def image_of(client: docker.DockerClient, folder: TaskFolder, give_up: Callable[
             "environment_start",
         )
     tag = f"compactionrl/task:{content_digest(folder.path / 'environment')}"
-    lock = Path(tempfile.gettempdir()) / f"compactionrl-{os.getuid()}-{tag.rpartition(':')[2]}.build.lock"
+    if (image := _local(client, tag)) is not None:
+        return image
+    locks = Path(tempfile.gettempdir()) / f"compactionrl-builds-{os.getuid()}"
+    locks.mkdir(exist_ok=True)
+    lock = locks / f"{tag.rpartition(':')[2]}.lock"
     try:
         with FileLock(lock, timeout=folder.build_timeout):
-            try:
-                return client.images.get(tag)
-            except ImageNotFound:
-                _build(client, folder, tag, give_up)
-                return client.images.get(tag)
+            if (image := _local(client, tag)) is not None:
+                return image
+            _build(client, folder, tag, give_up)
+            return client.images.get(tag)
     except Timeout:
         raise EnvironmentFailure(
             f"task {folder.name}: another build of its image holds {lock} for more than {folder.build_timeout:g} s",
@@ -68,10 +71,8 @@ def content_digest(folder: Path) -> str:
 
 def _ready_image(client: docker.DockerClient, folder: TaskFolder) -> Any:
     name = folder.docker_image
-    try:
-        return client.images.get(name)
-    except ImageNotFound:
-        pass
+    if (image := _local(client, name)) is not None:
+        return image
     try:
         return client.images.pull(name)
     except (DockerException, RequestException, HTTPError) as error:
@@ -80,6 +81,13 @@ def _ready_image(client: docker.DockerClient, folder: TaskFolder) -> Any:
             f"try `docker pull {name}`",
             "environment_start",
         ) from None
+
+
+def _local(client: docker.DockerClient, name: str | None) -> Any | None:
+    try:
+        return client.images.get(name)
+    except ImageNotFound:
+        return None
 
 
 def _build(client: docker.DockerClient, folder: TaskFolder, tag: str, give_up: Callable[[], bool]) -> None:

@@ -29,8 +29,12 @@ def lay_out(dockerfile: Path, layout: Layout) -> None:
     """Does what the file says. Raises EnvironmentFailure, with the line, for what needs an image."""
     if (dockerfile.parent / ".dockerignore").exists():
         raise _refused(f"{dockerfile.parent}/.dockerignore is not supported")
+    stages = 0
     for number, name, rest in _instructions(dockerfile.read_text("utf-8")):
         where = f"{dockerfile} line {number}"
+        stages += name == "FROM"
+        if stages > 1:
+            raise _refused(f"{where}: a second FROM is not supported")
         step = _STEPS.get(name)
         if step is None:
             raise _refused(f"{where}: {name} is not supported")

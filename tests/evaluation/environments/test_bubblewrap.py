@@ -74,6 +74,8 @@ class TestLocal(SandboxContract):
         [
             ("RUN apt-get install -y gcc", "RUN"),
             ("ADD data /app", "ADD"),
+            ("FROM y", "a second FROM"),
+            ("COPY <<END /app/file\nEND", "<<END"),
             ("USER nobody", "USER"),
             ("COPY --from=other /x /y", "--from"),
             ("COPY data/* /app/", "data/\\*"),
