@@ -14,10 +14,13 @@ for place in /tests /app "$(python3 -c 'import site; print(site.getsitepackages(
         echo 'import os; os._exit(0)' > "$place/$module.py"
     done
 done 2> /dev/null
+printf 'while True:\n    print("x" * 1000000)\n' > /app/calc/evaluate.py 2> /dev/null
 find /app -name 'test_*.py' -exec sh -c 'echo "def test(): pass" > "$1"' _ {} \;
-for name in report.csv incidents.csv stock.csv testament.txt missing.txt bad-commit.txt pricing.txt ledger.db; do
+for name in incidents.csv stock.csv missing.txt pricing.txt; do
     echo 1 > "/app/$name"
 done
+# A verifier that waits for these would run into its timeout, and give no grade.
+mkfifo /app/report.csv /app/testament.txt /app/bad-commit.txt /app/ledger.db
 setsid bash -c 'while sleep 0.05; do echo 1 > /logs/verifier/reward.txt; echo "{\"reward\": 1}" > /logs/verifier/reward.json; done' \
     > /dev/null 2>&1 < /dev/null &
 exit 0

@@ -55,7 +55,7 @@ class Project:
 
     def holds(self, name, content, message):
         path = self.root / name
-        require(path.is_file() and path.read_text() == content, f"{message}: {name} is missing or out of date")
+        require(path.is_file() and read(path) == content, f"{message}: {name} is missing or out of date")
 
 
 def check():

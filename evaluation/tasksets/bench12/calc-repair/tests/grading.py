@@ -5,14 +5,21 @@ Exit status 0: right, 10: wrong. Any other is a fault of the verifier, for which
 """
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 WRONG = 10
+OUTPUT_BYTES = 1_000_000
+FILE_BYTES = 50_000_000
+END = time.monotonic() + 90
+"""Below the verifier's timeout: what takes too long is wrong, and does not go without a grade"""
 
 
 class Wrong(Exception):
@@ -34,6 +41,7 @@ def need(*tools):
 
 def read(path, limit=1_000_000):
     """Text of a file that the agent was to write."""
+    require(os.path.isfile(path), f"{path} is missing or no plain file")
     try:
         with open(path, "rb") as file:
             content = file.read(limit + 1)
@@ -51,28 +59,37 @@ def lines(path):
     return [line.rstrip() for line in read(path).rstrip().split("\n")]
 
 
-def run(*command, cwd="/", stdin="", timeout=60, env=None):
-    """Output and exit status of a command; all that it started ends with it."""
-    process = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={"PATH": os.environ["PATH"], "HOME": "/tmp", "LC_ALL": "C.UTF-8", **(env or {})},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(stdin.encode(), timeout)
-    except subprocess.TimeoutExpired:
-        raise Wrong(f"{' '.join(map(str, command))[:80]}: not done after {timeout} s") from None
-    finally:
+def run(*command, cwd="/", stdin="", env=None):
+    """Output (its beginning) and exit status of a command; all that it started ends with it."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
+        given.write(stdin.encode())
+        given.seek(0)
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=cwd,
+            env={"PATH": os.environ["PATH"], "HOME": "/tmp", "LC_ALL": "C.UTF-8", **(env or {})},
+            stdin=given,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=limit_files,
+        )
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-    return output.decode(errors="replace"), process.returncode
+            process.wait(max(0.1, END - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise Wrong(f"{' '.join(map(str, command))[:80]}: takes too long") from None
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        output.seek(0)
+        return output.read(OUTPUT_BYTES).decode(errors="replace"), process.returncode
+
+
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
 
 
 def git(repository, *words):
@@ -91,7 +108,7 @@ def main(check):
     try:
         check()
     except Wrong as error:
-        print(f"wrong: {error}")
+        print(f"wrong: {error}".encode("ascii", "backslashreplace").decode())
         sys.exit(WRONG)
     print("right")
     sys.exit(0)

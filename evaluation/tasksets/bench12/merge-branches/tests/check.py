@@ -7,7 +7,7 @@ sys.path.append(str(Path(__file__).resolve().parent))  # at the end: nothing the
 import json  # noqa: E402
 import tempfile  # noqa: E402
 
-from grading import git, main, need, require, run  # noqa: E402
+from grading import Wrong, git, main, need, require, run  # noqa: E402
 
 REPOSITORY = "/app/shop"
 TIPS = {"main": "21d504fd343655619f4d35f84398c198c5142216", "feature/weights": "d04b41928a8109ff7821e89f507688f86132fa9f"}
@@ -61,7 +61,12 @@ def check():
         git(REPOSITORY, "worktree", "add", "--detach", "--force", f"{folder}/main", "refs/heads/main")
         output, status = run("python3", "-B", "-c", PROBE, cwd=f"{folder}/main")
     require(status == 0, f"the merged code fails: {output[-300:]}")
-    for found, expected in zip(json.loads(output), EXPECTED, strict=True):
+    try:
+        answers = json.loads(output)
+    except ValueError:
+        raise Wrong("the merged code prints something itself") from None
+    require(isinstance(answers, list) and len(answers) == len(EXPECTED), "the merged code prints something itself")
+    for found, expected in zip(answers, EXPECTED, strict=True):
         require(found == expected, f"{found!r} instead of {expected!r}")
 
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Grades the task: 1 or 0. Where the verifier itself cannot run (a tool is missing, a fault of its own) it writes no
 # reward: that would say nothing about the agent. -I -S: Python takes no module of the agent's for its own.
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p /logs/verifier
 rm -rf /logs/verifier/reward.txt /logs/verifier/reward.json
 python3 -I -S "$here/check.py"
