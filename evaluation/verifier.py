@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
-from compaction.protocols import VerifierError
+from compaction.protocols import InfrastructureError, VerifierError
 from evaluation.environments.archives import pack_folder, regular_files, unpack
 from evaluation.environments.output import ClippedOutput
 from evaluation.environments.scripts import Ran, Script, Session
@@ -221,5 +221,5 @@ def _keep(sandbox: GradedSandbox, files: dict[str, bytes], evidence: Path) -> No
             (evidence / "verifier" / name).write_bytes(content)
         for name in ("agent", "artifacts"):
             unpack(sandbox.get(f"/logs/{name}"), evidence / name, EVIDENCE_LIMIT)
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, tarfile.TarError, InfrastructureError) as error:
         log.warning("evidence in %s is incomplete: %s", evidence, error)

@@ -67,27 +67,15 @@ class LocalEnvironment(Sandbox):
     def open(self) -> None:
         self._check()
         _reap_once()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{Owner.current()}."))
-        cpus = self.folder.cpus or self.settings.cpus
-        self._groups = ControlGroups(self._folder.name, self._memory, self.settings.pids, cpus)
-        for name in _PRIVATE:
-            (self._files / name).mkdir(parents=True)
-        for name in ("agent", "verifier", "artifacts"):
-            (self._files / "logs" / name).mkdir()
-        for name, text in _OWN_ETC.items():
-            (self._folder / name).write_text(text)
-        layout = Layout(self._place, self._own_environment())
-        lay_out(self.folder.dockerfile, layout)
-        if self.folder.workdir is not None and not (self._files / self.folder.workdir.lstrip("/")).is_dir():
-            raise EnvironmentFailure(
-                f"task {self.folder.name}: its workdir {self.folder.workdir} is not made by its Dockerfile",
-                "environment_start",
-            )
+        try:
+            layout = self._make_folder()
+        except OSError as error:
+            raise EnvironmentFailure(f"cannot make a private folder: {error}", "environment_start") from None
         self.workdir = self.folder.workdir or str(layout.workdir)
         self._environment = layout.environment | self.folder.env
+        self.shell = "bash" if shutil.which("bash") else "sh"
         if self.folder.network == "public":
             log.info("task %s may use the network; --env local has none", self.folder.name)
-        self.shell = "bash" if shutil.which("bash") else "sh"
         ran = self.run(Script("exit 0", Session("/"), _FILE_SECONDS))
         if ran.exit_code:
             raise EnvironmentFailure(
@@ -169,6 +157,26 @@ class LocalEnvironment(Sandbox):
             why = f"task {self.folder.name} has no environment/Dockerfile in {self.folder.path}"
         if why:
             raise EnvironmentFailure(f"{why}; use --env docker", "environment_start")
+
+    def _make_folder(self) -> Layout:
+        """The private folder, its control groups, and the task's files in it. Raises EnvironmentFailure."""
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{Owner.current()}."))
+        cpus = self.folder.cpus or self.settings.cpus
+        self._groups = ControlGroups(self._folder.name, self._memory, self.settings.pids, cpus)
+        for name in _PRIVATE:
+            (self._files / name).mkdir(parents=True)
+        for name in ("agent", "verifier", "artifacts"):
+            (self._files / "logs" / name).mkdir()
+        for name, text in _OWN_ETC.items():
+            (self._folder / name).write_text(text)
+        layout = Layout(self._place, self._own_environment())
+        lay_out(self.folder.dockerfile, layout)
+        workdir = self.folder.workdir
+        if workdir is not None and not (self._files / workdir.lstrip("/")).is_dir():
+            raise EnvironmentFailure(
+                f"task {self.folder.name}: its workdir {workdir} is not made by its Dockerfile", "environment_start"
+            )
+        return layout
 
     def _own_environment(self) -> dict[str, str]:
         python = dict.fromkeys(f"{prefix}/bin" for prefix in (sys.prefix, sys.base_prefix))
