@@ -135,10 +135,13 @@ class Job:
                         progress.count(result)
                         on_progress(progress)
 
-            async with asyncio.TaskGroup() as group:
-                for trial in self.trials:
-                    if trial.key not in results:
-                        group.create_task(one(trial))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for trial in self.trials:
+                        if trial.key not in results:
+                            group.create_task(one(trial))
+            except BaseExceptionGroup as group_error:  # what ends one trial before its start ends them all alike
+                raise group_error.exceptions[0] from None
             ordered = tuple(results[t.key] for t in self.trials if t.key in results)
             document = job_json(self.paths.root.name, ordered, len(self.trials), started=started)
             write_durably(self.paths.result, json.dumps(document, indent=1))

@@ -92,8 +92,7 @@ class Plan:
     def dataset(self) -> Dataset | None:
         """The real tasks to evaluate on; None = the trail world. Raises UserError for a dataset that is not one."""
         settings = self.experiment.evaluation.dataset
-        with explained("--dataset"):
-            return None if settings is None else open_dataset(settings)
+        return None if settings is None else open_dataset(settings)
 
     @property
     def dataset_name(self) -> str:
@@ -114,7 +113,7 @@ class Plan:
             policy = {"endpoint": endpoint_identity(e.endpoint)}
             if e.summary_endpoint is not None:
                 policy["summary_endpoint"] = endpoint_identity(e.summary_endpoint)
-        return CellJob(cell, e.agent, self.dataset, settings, e.evaluation.repeats, policy)
+        return CellJob(cell, e.agent, self.dataset, settings, e.evaluation.repeats, policy, e.job.name)
 
     def cell(self, cell: Cell) -> StageSpec:
         if self.dataset is not None:
@@ -165,6 +164,13 @@ class Chain:
         self.errors: list[Exception] = []
         self._evaluations = asyncio.Semaphore(os.cpu_count() or 1)
         """Bounds how many checkpoints are served at once, and so the memory of many variants and seeds"""
+
+    @property
+    def jobs_folder(self) -> Path:
+        """Where this sweep's jobs are: the folder that holds those of its first policy."""
+        variant, seed = self.plan.policies[0]
+        first = self.plan.cells(variant, seed)[0]
+        return self.plan.job(first).folder(self.jobs).parent
 
     async def run(self) -> None:
         """All seeds and variants. A failure ends what depends on it; `errors` holds what went wrong."""
@@ -232,7 +238,7 @@ class Chain:
         e, own = self.experiment, self.experiment.evaluation
         if self.plan.dataset is not None:
             job = self.plan.job(cell)
-            folder = job.folder(self.jobs, e.job.name)
+            folder = job.folder(self.jobs)
             if self.runner.force:
                 set_aside(folder)
             body = evaluate_job.body(job, policy, folder, e.job)

@@ -18,9 +18,7 @@ def job_costs(plan: Plan, jobs: Path) -> dict[str, str]:
     for cell in cells:
         job = plan.job(cell)
         trials = job.trials()
-        finished = Job(
-            job.folder(jobs, plan.experiment.job.name), job.decides(), trials, concurrency=1, attempts=1
-        ).finished()
+        finished = Job(job.folder(jobs), job.decides(), trials, concurrency=1, attempts=1).finished()
         left[cell] = len(trials) - len(finished)
         done += list(finished.values())
     measured = measured_tokens(done)

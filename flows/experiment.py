@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from compaction.engines.endpoint_settings import EndpointSettings
+from compaction.scaffolds import load_scaffold
 from compaction.settings import AgentSettings, Settings
+from compaction.summaries import load_prompt_pack
 from evaluation.settings import DatasetSettings, JobSettings
 from evaluation.tasksets.trail import Split, TrailSettings
 from flows.presets_loader import load_settings
@@ -119,6 +121,12 @@ class Experiment(Settings):
     job: JobSettings = JobSettings()
 
     @model_validator(mode="after")
+    def _names_are_known(self) -> Experiment:
+        load_prompt_pack(self.agent.compaction.prompt_pack)
+        load_scaffold(self.agent.scaffold)
+        return self
+
+    @model_validator(mode="after")
     def _somebody_acts(self) -> Experiment:
         if self.engine == "torch" and self.sft is None:
             raise ValueError("engine torch trains a model and needs sft; take a preset that has it, such as tiny")
@@ -128,6 +136,9 @@ class Experiment(Settings):
             raise ValueError("engine openai needs an endpoint: --base-url http://HOST:PORT/v1 --model NAME")
         if self.engine == "openai" and self.evaluation.dataset is None:
             raise ValueError("engine openai is evaluated on real tasks: --dataset bench12, or a folder of task folders")
+        unpriced = [e.model for e in (self.endpoint, self.summary_endpoint) if e is not None and not e.priced]
+        if self.job.max_cost is not None and unpriced:
+            raise ValueError(f"job.max_cost needs the prices of {', '.join(unpriced)}: --price INPUT,CACHED,OUTPUT")
         return self
 
     @model_validator(mode="after")

@@ -119,7 +119,7 @@ def find_containers(home: Home) -> list[Leftover]:
     client = docker.from_env(timeout=5)
     runs = {run.name: run for run in all_runs(home)}
     found = []
-    for container in client.containers.list(all=True, filters={"label": CONTAINER_LABEL}):
+    for container in client.containers.list(all=True, filters={"label": CONTAINER_LABEL}, ignore_removed=True):
         label = Path(container.labels[CONTAINER_LABEL])
         known = runs.get(label.name)
         ours = label.parent == home.runs if label.is_absolute() else known is not None

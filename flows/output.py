@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from flows.runs import RunFolder
+
+if TYPE_CHECKING:
+    from evaluation.results import CellResult
 
 STATUS_TEXT = {
     "ok": "[green]done[/]",
@@ -34,13 +38,13 @@ def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
 
 
 def print_result(console: Console, result: Mapping[str, Any], run: RunFolder) -> None:
-    """`result` holds `status`, `stages`, `results` (CellResult), and may hold `preset_point` (PresetPoint), which
-    the table beside the paper's findings is made around."""
+    """`result` is what results.json holds, and `open`: how to look at it."""
     console.print(_stage_table(result))
-    if result.get("results") and result.get("preset_point"):
-        console.print(_result_table(result))
-    places = {"report": run.report if run.report.exists() else None, "folder": run.path}
-    lines = {name: str(path) for name, path in places.items() if path}
+    console.print(_result_table(result))
+    for line in answer_lines(result):
+        console.print(f"· {escape(line)}", highlight=False)
+    places = {"report": run.report, "table": run.path / "sweep.csv", "trials": result.get("jobs"), "folder": run.path}
+    lines = {name: str(path) for name, path in places.items() if path and Path(path).exists()}
     lines |= {f"open {name}": command for name, command in result.get("open", {}).items()}
     if result["status"] != "ok":
         lines["log"] = str(run.logs / "run.log")
@@ -60,19 +64,42 @@ def _stage_table(result: Mapping[str, Any]) -> Table:
 
 
 def result_rows(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table beside the paper's findings, as text."""
+    """Columns and rows of the result as text: settings against each other, or variants beside the paper's findings."""
+    cells = _cells(result)
+    if result["sweep"]:
+        from evaluation.analysis.sweep import sweep_table
+        from evaluation.analysis.sweep_tables import ANSWER_COLUMNS, SWEEP_COLUMNS, format_sweep_row
+
+        texts = [format_sweep_row(row)[:ANSWER_COLUMNS] for row in sweep_table(cells)]
+        return list(SWEEP_COLUMNS[:ANSWER_COLUMNS]), [list(text) for text in texts]
     from evaluation.analysis.pooling import PresetPoint
     from evaluation.analysis.tables import RESULT_COLUMNS, format_row, result_table
-    from evaluation.results import CellResult
 
-    cells = [CellResult.model_validate(cell) for cell in result["results"]]
     rows = result_table(cells, PresetPoint.model_validate(result["preset_point"]))
     return list(RESULT_COLUMNS), [list(format_row(row)) for row in rows]
 
 
+def answer_lines(result: Mapping[str, Any]) -> list[str]:
+    """What a sweep says, in sentences; none for a reproduction."""
+    if not result["sweep"]:
+        return []
+    from evaluation.analysis.sweep import factor_answers, sweep_table
+    from evaluation.analysis.sweep_tables import SWEEP_NOTES, factor_lines, sweep_answers
+
+    cells = _cells(result)
+    return [*sweep_answers(sweep_table(cells)), *factor_lines(factor_answers(cells)), *SWEEP_NOTES[:2]]
+
+
+def _cells(result: Mapping[str, Any]) -> list[CellResult]:
+    from evaluation.results import CellResult
+
+    return [CellResult.model_validate(cell) for cell in result["results"]]
+
+
 def _result_table(result: Mapping[str, Any]) -> Table:
     columns, rows = result_rows(result)
-    table = Table(title="Results, beside the paper's", title_justify="left", padding=(0, 0, 0, 1))
+    title = "Every setting" if result["sweep"] else "Results, beside the paper's"
+    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     for number, column in enumerate(columns):
         table.add_column(column, no_wrap=number == 0, overflow="fold")
     for row in rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.output import result_rows
+from flows.output import answer_lines, result_rows
 from flows.runs import RunFolder
 from flows.services import Services
 from tasks.artifacts import Publisher
@@ -39,14 +39,14 @@ def publish_result(publisher: Publisher, services: Services, run: RunFolder, res
     report = f"/artifacts/{run.report.name}"
     if page := services.mlflow_run_page(record["mlflow_experiment_id"], record["mlflow_run_id"], report):
         publisher.link("report", page, "Report", "The run's report, in MLflow")
-    publisher.markdown("results", result_markdown(services, run, result), "Results, beside the paper's")
+    publisher.markdown("results", result_markdown(services, run, result), "Results")
 
 
 def result_markdown(services: Services, run: RunFolder, result: Mapping[str, Any]) -> str:
     columns, rows = result_rows(result)
     table = [columns, ["---"] * len(columns), *rows]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table]
-    errors = [f"- {error}" for error in result["errors"]]
+    errors = [f"- {line}" for line in (*answer_lines(result), *result["errors"])]
     places = {"Report": str(run.report), "Folder": str(run.path), "Run again": str(run.record["command"])}
     places |= {f"Open {name}": text for name, text in services.how_to_open(run.record).items()}
     listed = [f"- {name}: {text if text.startswith('http') else f'`{text}`'}" for name, text in places.items()]

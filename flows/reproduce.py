@@ -120,16 +120,31 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[
         "results": [outcome.result for outcome in outcomes],
         "stages": [asdict(record) for record in chain.runner.records],
         "sweep": plan.full_product,
+        "jobs": str(chain.jobs_folder) if plan.dataset else None,
         "preset_point": _point(plan.experiment).model_dump(),
         "provenance": provenance(plan),
         "mlflow_run_id": tracker.parent.run_id,
     }
     write_durably(run.results, json.dumps(result, indent=1, allow_nan=False))
-    report = write_run_report(run, chain.runner.store.root)
-    tracker.parent.log_file(report)
-    tracker.parent.log_file(run.results)
+    write_run_report(run, chain.runner.store.root)
+    for path in (run.report, run.results, *_write_tables(run, result)):
+        tracker.parent.log_file(path)
     run.update(errors=result["errors"], status=result["status"])
     return result
+
+
+def _write_tables(run: RunFolder, result: dict[str, Any]) -> list[Path]:
+    """A sweep's table for people and for programs."""
+    if not result["sweep"]:
+        return []
+    from evaluation.analysis.sweep import sweep_table
+    from evaluation.analysis.sweep_tables import sweep_csv, sweep_markdown
+
+    rows = sweep_table([CellResult.model_validate(cell) for cell in result["results"]])
+    return [
+        write_durably(run.path / "sweep.csv", sweep_csv(rows)),
+        write_durably(run.path / "sweep.md", sweep_markdown(rows)),
+    ]
 
 
 def provenance(plan: Plan) -> dict[str, Any]:
@@ -164,6 +179,7 @@ def write_run_report(run: RunFolder, stages: Path) -> Path:
         cells=[CellResult.model_validate(cell) for cell in result["results"]],
         curves=read_curves(result["stages"], stages),
         provenance=result["provenance"],
+        sweep=result["sweep"],
         links={
             "output folder": str(run.path),
             "MLflow run": result["mlflow_run_id"],

@@ -85,8 +85,13 @@ class Request:
     def experiment(self) -> Experiment:
         """Raises UserError: everything is checked before anything starts."""
         from flows.experiment import load_experiment
+        from tasks.real_tasks import open_dataset
 
-        return load_experiment(self.preset, [*self.flags, *self.overrides])
+        experiment = load_experiment(self.preset, [*self.flags, *self.overrides])
+        for dataset in (experiment.evaluation.dataset, experiment.dataset):
+            if dataset is not None:
+                open_dataset(dataset)
+        return experiment
 
     @property
     def portable_preset(self) -> str:

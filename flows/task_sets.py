@@ -25,8 +25,7 @@ from tasks.stages import explained
 
 
 def _open(where: str, *, kind: SandboxKind = "docker", limit: int | None = None) -> Dataset:
-    with explained("tasks"):
-        return open_dataset(DatasetSettings(path=where, limit=limit, sandbox=SandboxSettings(kind=kind)))
+    return open_dataset(DatasetSettings(path=where, limit=limit, sandbox=SandboxSettings(kind=kind)))
 
 
 def show_tasks(console: Console, where: str) -> None:

@@ -16,6 +16,7 @@ from compaction.engines.endpoint_settings import EndpointSettings
 from compaction.rollout import Rollout
 from compaction.settings import AgentSettings
 from compaction.storage import read_rollouts
+from compaction.summaries import load_prompt_pack
 from evaluation.grid import Cell
 from evaluation.job import Job, JobProgress, Trial
 from evaluation.settings import DatasetSettings, JobSettings
@@ -42,6 +43,8 @@ class CellJob:
     repeats: int
     policy: dict[str, Any]
     """Who acts: the settings of an endpoint, or the digest of a checkpoint's stage"""
+    name: str | None = None
+    """The job's name, where the user gave it one: such a job has trials of its own"""
 
     def decides(self) -> dict[str, Any]:
         """What a trial's result depends on. More tasks or repeats change no trial."""
@@ -51,22 +54,25 @@ class CellJob:
             "seed": self.cell.seed,
             "policy": self.policy,
             "agent": cell_agent(self.cell, self.agent).model_dump(mode="json"),
+            "prompts": load_prompt_pack(self.agent.compaction.prompt_pack).model_dump(),
             "dataset": self.dataset.name,
             "sandbox": self.settings.sandbox.model_dump(mode="json"),
         }
 
     def spec(self) -> StageSpec:
         """The cell's name by content. No source is part of it: a trial that was paid for stays valid."""
-        chosen = {"tasks": self.dataset.digest, "repeats": self.repeats}
+        chosen = {"tasks": self.dataset.digest, "repeats": self.repeats, "job": self.name}
         return StageSpec("evaluate", self.cell.name, self.decides() | chosen)
 
-    def folder(self, jobs: Path, name: str | None) -> Path:
+    def folder(self, jobs: Path) -> Path:
         """The job's folder: below the name that the user gave, or below one that follows from the settings."""
         decides = self.decides()
         del decides["cell"], decides["agent"]["compaction"], decides["agent"]["temperature"]
         compaction = self.agent.compaction.model_dump(exclude={"window", "cap", "keep_recent"})
         digest = sha256_json([decides, compaction])[:8]
-        return jobs / (name or f"{_slug(self.dataset.name)}-{_slug(self.cell.variant)}-{digest}") / self._cell_name()
+        return (
+            jobs / (self.name or f"{_slug(self.dataset.name)}-{_slug(self.cell.variant)}-{digest}") / self._cell_name()
+        )
 
     def trials(self) -> list[Trial]:
         return [

@@ -8,8 +8,9 @@ from typing import Any
 
 from compaction.protocols import Task
 from evaluation.settings import DatasetSettings
-from evaluation.tasksets.datasets import Dataset, ensure_images, load_dataset
+from evaluation.tasksets.datasets import Dataset, DatasetError, ensure_images, load_dataset
 from rl.requests import TaskSource
+from tasks.errors import UserError
 
 SANDBOX_SOURCES = (
     "evaluation/environments",
@@ -25,15 +26,18 @@ SANDBOX_SOURCES = (
 
 @cache
 def open_dataset(settings: DatasetSettings) -> Dataset:
-    """The task folders that the settings choose. Raises DatasetError, TaskFolderError."""
-    return load_dataset(
-        settings.path,
-        sandbox=settings.sandbox,
-        include=settings.include,
-        exclude=settings.exclude,
-        limit=settings.limit,
-        sample_seed=settings.sample_seed,
-    )
+    """The task folders that the settings choose. Raises UserError."""
+    try:
+        return load_dataset(
+            settings.path,
+            sandbox=settings.sandbox,
+            include=settings.include,
+            exclude=settings.exclude,
+            limit=settings.limit,
+            sample_seed=settings.sample_seed,
+        )
+    except DatasetError as error:
+        raise UserError(str(error)) from error
 
 
 def dataset_identity(settings: DatasetSettings) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from compaction.engines.endpoint_errors import EndpointRefused
 from compaction.protocols import InfrastructureError
 from compaction.window import WindowTooSmall
 from evaluation.job import JobBusy, JobChanged
-from evaluation.tasksets.datasets import DatasetError
 from rl.errors import CheckpointError, CheckpointNotFound, NoUsableRollouts, TrainingDiverged, WorkerLost
 from tasks.caching import Produced, StageOutcome, StageSpec, StageStore
 from tasks.cluster import Cluster
@@ -36,7 +35,6 @@ EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
     CheckpointError: (CommandError, ""),
     CheckpointNotFound: (UserError, ""),
     WindowTooSmall: (UserError, ""),
-    DatasetError: (UserError, ""),
     EndpointRefused: (UserError, ""),
     JobChanged: (UserError, ""),
     JobBusy: (CommandError, ""),

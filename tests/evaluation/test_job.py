@@ -177,7 +177,9 @@ def test_more_tasks_and_repeats_extend_a_job(tmp_path: Path):
     assert len(endpoint.started) == 4
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"compactionrl": {}}', '{"compactionrl": {"trial": {}}}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"compactionrl": {}}', '{"compactionrl": {"trial": {}}}', "\udcff"]
+)
 def test_a_damaged_result_is_run_again_and_kept(tmp_path: Path, content: str):
     run(tmp_path, Endpoint())
     (tmp_path / "t2__1/result.json").write_bytes(content.encode("utf-8", "surrogateescape"))
