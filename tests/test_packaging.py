@@ -29,6 +29,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TASKS = ROOT / "evaluation/tasksets/bench12"
 """Data: Python files below it are what agents and verifiers run, not ours to import"""
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+OPTIONAL = {
+    canonicalize_name(Requirement(line).name) for extra in ("gpu", "cpu-rollout", "harbor") for line in EXTRAS[extra]
+}
+"""Distributions that some modules need and a plain installation lacks"""
 PINS = ("constraints.txt", "constraints-gpu.txt")
 
 
@@ -74,17 +78,12 @@ def test_the_wheel_holds_every_file_of_the_packages_and_no_tests(tmp_path: Path)
 
 def test_every_import_is_a_declared_dependency() -> None:
     declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["project"]["dependencies"]}
-    optional = {
-        canonicalize_name(Requirement(line).name)
-        for extra in ("gpu", "cpu-rollout", "harbor")
-        for line in EXTRAS[extra]
-    }
     homes = importlib.metadata.packages_distributions()
     undeclared = {}
     for path in shipped_code():
         for name in imported_packages(path) - set(PACKAGES) - sys.stdlib_module_names:
             distributions = {canonicalize_name(home) for home in homes.get(name, [name])}
-            if not distributions & (declared | optional):
+            if not distributions & (declared | OPTIONAL):
                 undeclared.setdefault(name, str(path))
     assert not undeclared
 
@@ -116,7 +115,8 @@ def test_importing_stays_light(package: str, absent: set[str]) -> None:
 
 
 def module_names(package: str) -> set[str]:
-    paths = (path for path in shipped_code() if path.parts[0] == package)
+    """Modules that a plain installation can import: all but those of an extra."""
+    paths = (path for path in shipped_code() if path.parts[0] == package and not imported_packages(path) & OPTIONAL)
     return {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths}
 
 
