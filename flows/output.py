@@ -68,10 +68,11 @@ def result_rows(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     cells = _cells(result)
     if result["sweep"]:
         from evaluation.analysis.sweep import sweep_table
-        from evaluation.analysis.sweep_tables import ANSWER_COLUMNS, SWEEP_COLUMNS, format_sweep_row
+        from evaluation.analysis.sweep_tables import ANSWER_COLUMNS, answer_row
 
-        texts = [format_sweep_row(row)[:ANSWER_COLUMNS] for row in sweep_table(cells)]
-        return list(SWEEP_COLUMNS[:ANSWER_COLUMNS]), [list(text) for text in texts]
+        several = len({cell.variant for cell in cells}) > 1
+        texts = [list(answer_row(row))[not several :] for row in sweep_table(cells)]
+        return list(ANSWER_COLUMNS)[not several :], texts
     from evaluation.analysis.pooling import PresetPoint
     from evaluation.analysis.tables import RESULT_COLUMNS, format_row, result_table
 
@@ -84,10 +85,10 @@ def answer_lines(result: Mapping[str, Any]) -> list[str]:
     if not result["sweep"]:
         return []
     from evaluation.analysis.sweep import factor_answers, sweep_table
-    from evaluation.analysis.sweep_tables import SWEEP_NOTES, factor_lines, sweep_answers
+    from evaluation.analysis.sweep_tables import TERMINAL_NOTE, factor_lines, sweep_answers
 
     cells = _cells(result)
-    return [*sweep_answers(sweep_table(cells)), *factor_lines(factor_answers(cells)), *SWEEP_NOTES[:2]]
+    return [*sweep_answers(sweep_table(cells)), *factor_lines(factor_answers(cells)), TERMINAL_NOTE]
 
 
 def _cells(result: Mapping[str, Any]) -> list[CellResult]:
@@ -101,7 +102,7 @@ def _result_table(result: Mapping[str, Any]) -> Table:
     title = "Every setting" if result["sweep"] else "Results, beside the paper's"
     table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     for number, column in enumerate(columns):
-        table.add_column(column, no_wrap=number == 0, overflow="fold")
+        table.add_column(column.removesuffix(" [95%]"), no_wrap=number == 0, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     return table

@@ -35,8 +35,13 @@ SWEEP_COLUMNS = (
     "$ per trial",
     "$ per solved",
 )
-ANSWER_COLUMNS = 10
-"""So many of SWEEP_COLUMNS, from the left, answer the question; the rest says why and at what price."""
+ANSWER_COLUMNS = ("variant", "window", "cap", "keep", "pass@1 [95%]", "against the best [95%]", "verdict", "scored")
+"""Those of SWEEP_COLUMNS that answer the question and fit a terminal; the rest says why and at what price."""
+
+TERMINAL_NOTE = (
+    "“worse”: below the best by a paired test, corrected for the number of settings; else “inside the noise”. The best "
+    "is chosen on the tasks that score it, so confirm it on others. sweep.md and the report say more."
+)
 
 SWEEP_NOTES = (
     "Verdict: a setting is “worse” where p of the paired test against the best setting of its variant, times the "
@@ -79,6 +84,12 @@ def format_sweep_row(row: SweepRow) -> tuple[str, ...]:
         format_cost(row.cost_per_trial),
         format_cost(row.cost_per_solved),
     )
+
+
+def answer_row(row: SweepRow) -> tuple[str, ...]:
+    """The row as text, in the order of ANSWER_COLUMNS."""
+    texts = dict(zip(SWEEP_COLUMNS, format_sweep_row(row), strict=True))
+    return tuple(texts[column] for column in ANSWER_COLUMNS)
 
 
 def format_cost(dollars: float | None) -> str:
@@ -130,6 +141,8 @@ def _answer(rows: Sequence[SweepRow], *, prefix: bool) -> str:
         return f"{name}fewer than two settings have a score: nothing to compare."
     others = [row for row in rows if row is not best]
     close = [row for row in others if row.verdict == "inside the noise"]
+    if best.pass_at_1 == 0:
+        return f"{name}no setting solved a task: there is nothing to choose by."
     score = f"{format_score(best.pass_at_1)} {format_interval(best.interval)}".strip()
     worse = sum(row.verdict == "worse" for row in others)
     text = (

@@ -20,6 +20,9 @@ import psutil
 import pytest
 
 from evaluation.results import CellResult
+from evaluation.tasksets.harbor_export import export_trail
+from flows.experiment import load_experiment
+from tests.docker_engine import docker_engine as docker_engine
 from tests.processes import processes_of
 
 pytestmark = pytest.mark.xdist_group("up")
@@ -44,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def up(home: Path) -> Iterator[subprocess.Popen[str]]:
+def up(home: Path, docker_engine: Any) -> Iterator[subprocess.Popen[str]]:
     process = start(home, "up", "--serve", "--preset", "smoke", "--cron", "0 3 * * *")
     record = home / "up.json"
     wait_for(lambda: record.exists() and json.loads(record.read_text())["ready"], process)
@@ -118,7 +121,7 @@ class Prefect:
 
 
 def run_of(home: Path, flow_run_id: str) -> dict[str, Any] | None:
-    records = [json.loads(path.read_text()) for path in home.glob("runs/*/run.json")]
+    records = [json.loads(path.read_text()) | {"path": str(path.parent)} for path in home.glob("runs/*/run.json")]
     return next((r for r in records if r.get("prefect_flow_run_id") == flow_run_id), None)
 
 
@@ -184,6 +187,38 @@ def test_a_mistake_in_the_form_is_one_message_and_no_run(home: Path, up: subproc
     logs = prefect.client.post("/logs/filter", json={"logs": {"flow_run_id": {"any_": [flow_run_id]}}}).json()
     assert not any("Traceback" in line["message"] for line in logs)
     assert len(list(home.glob("runs/*"))) == runs
+
+
+def test_a_deployment_trains_in_containers_and_sweeps_its_checkpoint_on_real_tasks(
+    home: Path, up: subprocess.Popen[str], docker_engine: Any, tmp_path: Path
+) -> None:
+    trail = export_trail(tmp_path / "trail", load_experiment("smoke").world, "train", 4)
+    training = {"path": str(trail), "sandbox": {"kind": "docker"}}
+    overrides = [
+        *(setting for setting in SMALL if "evaluation." not in setting),
+        "sft.tiny.max_positions=4096",
+        *("critic_steps=1", "ppo.steps=2", "ppo.batch_size=4", "loop.slots=4"),
+        f"dataset={json.dumps(training)}",
+        "evaluation.dataset.include=[lost-commit, build-fix]",
+    ]
+    axes = {"windows": [4096], "caps": [0, 1], "keep_recent": [0]}
+    prefect = Prefect(home)
+    flow_run_id = prefect.ask(
+        "sweep", preset="smoke", variants=["compactionrl"], dataset="bench12", **axes, overrides=overrides
+    ).json()["id"]
+    state = wait_for(lambda: prefect.ended(flow_run_id), up)
+    assert (state["type"], state["name"]) == ("COMPLETED", "Completed"), state["message"]
+    run = run_of(home, flow_run_id)
+    assert run is not None
+    result = json.loads((Path(run["path"]) / "results.json").read_text())
+    assert [stage["name"] for stage in result["stages"]] == ["sft", "critic", "ppo", "evaluate", "evaluate"]
+    cells = [CellResult.model_validate(cell) for cell in result["results"]]
+    assert [(c.cap, c.scored, c.count_sources) for c in cells] == [(0, 2, {"exact": 2}), (1, 2, {"exact": 2})]
+    kinds = [r.data.tags["kind"] for r in mlflow_runs(home, run["mlflow_run_id"])]
+    assert sorted(kinds) == ["cell", "cell", "flow", "stage", "stage", "stage"]
+    assert "<svg" in (Path(run["path"]) / "report.html").read_text()
+    ours = docker_engine.containers.list(all=True, filters={"label": f"compactionrl.run={run['path']}"})
+    assert ours == []
 
 
 def test_cancelling_ends_everything_of_a_run(home: Path, up: subprocess.Popen[str]) -> None:

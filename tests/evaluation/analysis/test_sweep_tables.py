@@ -13,6 +13,7 @@ from evaluation.analysis.sweep_tables import (
     ANSWER_COLUMNS,
     SWEEP_COLUMNS,
     SWEEP_NOTES,
+    answer_row,
     factor_lines,
     format_cost,
     format_sweep_row,
@@ -40,12 +41,17 @@ def test_csv_holds_raw_numbers_under_the_fields_names(rows):
     assert read[0]["keep_recent"] == ""
 
 
-def test_row_as_text_has_a_text_for_every_column_and_the_answer_comes_first(rows):
+def test_row_as_text_has_a_text_for_every_column_and_the_answer_is_a_part_of_it(rows):
     for row in rows:
         texts = format_sweep_row(row)
         assert len(texts) == len(SWEEP_COLUMNS)
         assert all(texts)
-    assert SWEEP_COLUMNS[ANSWER_COLUMNS - 1] == "verdict"
+        assert answer_row(row) == tuple(texts[SWEEP_COLUMNS.index(column)] for column in ANSWER_COLUMNS)
+
+
+def test_where_nothing_was_solved_no_setting_is_called_best():
+    answers = sweep_answers(sweep_table([cell_of([0.0, 0.0], cap=0, keep_recent=None), cell_of([0.0, 0.0])]))
+    assert answers == ["no setting solved a task: there is nothing to choose by."]
 
 
 def test_row_without_numbers_shows_dashes():
