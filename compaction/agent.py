@@ -182,6 +182,10 @@ class _Loop:
             if not deadline.expired():  # someone else's timeout is not the agent's
                 raise
             reason, detail = "deadline", f"stopped after {self.task.limits.deadline_seconds} s"
+        except EngineError as error:
+            if error.error_class != "refusal":  # what a content filter stops is the agent's own doing
+                raise
+            reason, detail = "refusal", str(error)
         try:
             reward = await environment.grade()
         except InfrastructureError as error:  # how far the agent came is worth knowing all the same

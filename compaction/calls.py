@@ -10,6 +10,7 @@ import numpy as np
 
 from compaction.protocols import (
     Completion,
+    ContextLengthError,
     Engine,
     EngineError,
     GenerateRequest,
@@ -56,7 +57,7 @@ class EngineCalls:
         started = time.perf_counter()
         try:
             completion = await self.engine.generate(request)
-        except InfrastructureError as error:
+        except (InfrastructureError, ContextLengthError) as error:
             if error.usage:
                 self.usage.add(error.usage)
             raise

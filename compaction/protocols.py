@@ -72,7 +72,14 @@ class VerifierError(InfrastructureError):
 
 
 class ContextLengthError(Exception):
-    """The engine says that the prompt does not fit its own context length. Triggers one compaction, then a stop."""
+    """The engine says that the prompt does not fit its own context length. Triggers one compaction, then a stop.
+
+    `usage` is what the call took all the same, where that is known.
+    """
+
+    def __init__(self, message: str, usage: Usage | None = None) -> None:
+        super().__init__(message)
+        self.usage = usage
 
 
 @dataclass(frozen=True)

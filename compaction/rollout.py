@@ -21,6 +21,7 @@ StopReason = Literal[
     "context_full",  # no compaction left and no room for a reply
     "compaction_grew",  # the resumed window would be no smaller, or not small enough
     "summary_failed",  # no acceptable summary
+    "refusal",  # a content filter of the endpoint stopped the reply
     "error",  # infrastructure: no reward
 ]
 

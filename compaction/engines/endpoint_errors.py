@@ -71,7 +71,7 @@ class Failure:
         """Raises ContextLengthError or EngineError; `spent` is what all tries took."""
         message = self.message if attempts == 1 else f"{self.message} (tried {attempts} times)"
         if self.error_class == CONTEXT_LENGTH:
-            raise ContextLengthError(message)
+            raise ContextLengthError(message, spent if spent.calls else None)
         raise EngineError(message, self.error_class, spent if spent.calls else None)
 
 

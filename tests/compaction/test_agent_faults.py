@@ -120,7 +120,8 @@ def test_an_environment_that_fails_gives_no_reward_and_is_stopped(renderer, meth
     task = FilesTask(world=failing(method, EnvironmentFailure("gone")))
     rollout, engine = play(replies(["cat a"]), task=task, renderer=renderer)
     assert (rollout.outcome.reward, rollout.outcome.stop_reason) == (None, "error")
-    assert (rollout.outcome.error_class, rollout.outcome.detail) == ("environment", "gone")
+    detail = "gone · the agent had stopped as finished" if method == "grade" else "gone"
+    assert (rollout.outcome.error_class, rollout.outcome.detail) == ("environment", detail)
     assert task.environment.calls[-1] == "stop"
     assert engine.released == ["r"]
 
@@ -288,3 +289,16 @@ def test_what_an_engine_left_behind_is_graded_as_evidence_only_where_that_is_ask
 
     assert "verifier" not in str(attempt().detail)
     assert "the verifier gave 1; this does not count" in str(attempt(grade_after=lambda kind: True).detail)
+
+
+class Filtered(ReleasedEngine):
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if len(self.requests) == 1:
+            raise EngineError("a content filter stopped the reply", "refusal")
+        return await super().generate(request)
+
+
+def test_a_refusal_is_the_agents_own_and_is_graded(renderer):
+    rollout, _ = play(replies(["echo 42 > answer", *LONG]), renderer=renderer, engine=Filtered)
+    assert (rollout.outcome.stop_reason, rollout.outcome.reward) == ("refusal", 1.0)
+    assert "content filter" in str(rollout.outcome.detail)
