@@ -200,7 +200,11 @@ def test_commands_and_options_of_the_readme_exist() -> None:
         if Path(words[0]).name != "compactionrl" or words[1:2] in ([], ["--help"]):
             continue
         assert words[1] in commands, words
-        options = {option for parameter in commands[words[1]].params for option in parameter.opts}
+        command = commands[words[1]]
+        if "commands" in vars(command):  # a group: its own commands follow
+            assert words[2] in command.commands, words
+            command = command.commands[words[2]]
+        options = {option for parameter in command.params for option in parameter.opts}
         used = {word.split("=")[0] for word in words[2:] if word.startswith("-")} - {"--help"}
         assert used <= options, words
         seen.add(words[1])
