@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from compaction.settings import Settings
 
 SandboxKind = Literal["docker", "local"]
+Globs = Annotated[tuple[str, ...], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)]
+"""`a*,b*` as people write it on a command line"""
 
 
 class SandboxSettings(Settings):
@@ -33,8 +35,8 @@ class DatasetSettings(Settings):
     """Real tasks to solve: task folders in Harbor's format, and the sandbox they are solved in."""
 
     path: str = Field(description="bench12, a folder of task folders, a list file, or registry.json[:NAME[@VERSION]]")
-    include: tuple[str, ...] = Field((), description="globs on task ids; none = all")
-    exclude: tuple[str, ...] = Field((), description="globs on task ids that are left out")
+    include: Globs = Field((), description="globs on task ids; none = all")
+    exclude: Globs = Field((), description="globs on task ids that are left out")
     limit: int | None = Field(None, ge=1, description="most tasks")
     sample_seed: int | None = Field(None, description="draws the `limit` tasks at random under this seed")
     sandbox: SandboxSettings = SandboxSettings()

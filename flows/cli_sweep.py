@@ -52,6 +52,8 @@ def sweep(
     network: Annotated[
         Literal["task", "none"] | None, _option("none: no network, whatever the task asks for.", TASKS)
     ] = None,
+    include: Annotated[str | None, _option("Only tasks whose id fits a glob: [cyan]'git-*,log-*'[/].", TASKS)] = None,
+    exclude: Annotated[str | None, _option("Without tasks whose id fits a glob.", TASKS)] = None,
     limit: Annotated[int | None, _option("Most tasks of the dataset.", TASKS, min=1)] = None,
     sample_seed: Annotated[
         int | None, _option("Draw the tasks of --limit at random under this seed.", TASKS, "--sample-seed")
@@ -149,6 +151,8 @@ def sweep(
         "evaluation.dataset.path": text(dataset),
         "evaluation.dataset.sandbox.kind": env,
         "evaluation.dataset.sandbox.network": network,
+        "evaluation.dataset.include": text(include),
+        "evaluation.dataset.exclude": text(exclude),
         "evaluation.dataset.limit": limit,
         "evaluation.dataset.sample_seed": sample_seed,
         "evaluation.repeats": repeats,

@@ -10,6 +10,7 @@ Every word is one token, and every turn takes equally many: what fits a window c
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,16 +62,18 @@ def instruction(pages: int) -> str:
     return f"read code then pages 01 to {pages:02d} then write the code to out"
 
 
-def write_tasks(folder: Path) -> Path:
-    """The twelve tasks as task folders that the local sandbox runs."""
-    for number, pages in enumerate(PAGES):
-        root, code = folder / f"memory-{number:02d}", f"c{10 + number}"
+def write_tasks(
+    folder: Path, sizes: Sequence[int] = PAGES, *, base: str = "debian:bookworm-slim", name: str = "memory"
+) -> Path:
+    """One task folder per number of pages, of images that start from `base`; the local sandbox runs them too."""
+    for number, pages in enumerate(sizes):
+        root, code = folder / f"{name}-{number:02d}", f"c{10 + number}"
         files = root / "environment" / "files"
         files.mkdir(parents=True)
         (files / "code").write_text(f"code {code} " + " ".join(["ink"] * 17))
         for page in range(1, pages + 1):
             (files / f"p{page:02d}").write_text(PAGE)
-        (root / "environment" / "Dockerfile").write_text("FROM debian:bookworm-slim\nWORKDIR /app\nCOPY files/ /app/\n")
+        (root / "environment" / "Dockerfile").write_text(f"FROM {base}\nWORKDIR /app\nCOPY files/ /app/\n")
         (root / "instruction.md").write_text(instruction(pages))
         (root / "task.toml").write_text('schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n')
         tests = root / "tests"
