@@ -1,0 +1,216 @@
+"""Jobs in containers that are killed, interrupted, or lose Docker in the middle: the same command completes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compaction.rendering import load_renderer
+from evaluation.environments.docker import OWNER_LABEL, RUN_LABEL
+from tests.compaction.engines.stub_endpoint import Answer, Call, StubEndpoint
+from tests.docker_engine import docker_engine as docker_engine
+from tests.flows import memory_agent as memory
+from tests.flows.test_sweep_tasks import SETTINGS, Bench
+from tests.processes import processes_of
+
+pytestmark = pytest.mark.xdist_group("job-chaos")
+
+PAGES = (9, 1, 7, 2, 5, 8, 3, 6)
+"""Eight tasks, of which the agent can do five"""
+CELL = ("--windows", "240", "--caps", "3", "--keep-recent", "0", "--repeats", "1", "--concurrency", "2")
+SLOW = 0.15
+"""Seconds a reply takes while a job is to be caught in the middle"""
+
+
+class ChaosBench(Bench):
+    """Tasks in the smallest image, an endpoint whose pace can be set, and a look at what commands leave behind."""
+
+    def __init__(self, root: Path, endpoint: Paced) -> None:
+        super().__init__(root, endpoint.stub, env="docker")
+        self.tasks = memory.write_tasks(root / "chaos", PAGES, base="local/busybox", name="chaos")
+        self.pace = endpoint
+        self.standing = {process.pid for process in processes_of(self.home)}
+
+    @property
+    def expected(self) -> float:
+        sizes = memory.Sizes.of(load_renderer(self.tokenizer), self.pack)
+        return sum(memory.solvable(sizes, SETTINGS, pages) for pages in PAGES) / len(PAGES)
+
+    def begin(self, job: str) -> subprocess.Popen[str]:
+        """A command that is left once two trials have a result and others run."""
+        self.pace.seconds = SLOW
+        command = self.start(*self.arguments(*CELL, "--json", "--job", job))
+        self.wait_until(lambda: self.in_the_middle(job), command)
+        return command
+
+    def in_the_middle(self, job: str) -> bool:
+        running = self.started(job).total() - len(self.events(job, "finished"))
+        return len(self.scored(job)) >= 2 and running >= 1
+
+    def wait_until(self, holds: Callable[[], bool], command: subprocess.Popen[str], seconds: float = 90) -> None:
+        ends = time.monotonic() + seconds
+        while not holds():
+            assert command.poll() is None, command.communicate()
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+
+    def complete(self, job: str) -> dict[str, Any]:
+        """The same command, now with a fast endpoint, and all that must hold after it."""
+        scored, before = self.scored(job), self.started(job)
+        self.pace.seconds = 0.0
+        result = self.run(*CELL, "--job", job)
+        (cell,) = result["results"]
+        assert (result["status"], cell["scored"], cell["coverage"]) == ("ok", len(PAGES), 1.0)
+        assert cell["pass_at_1"] == self.expected == 5 / 8
+        again = self.started(job) - before
+        assert {task for _, task, _ in again}.isdisjoint(scored)
+        assert len(again) == len(PAGES) - len(scored)
+        assert set(again.values()) == {1}
+        self.check_nothing_is_left()
+        return result
+
+    def check_nothing_is_left(self) -> None:
+        assert self.containers() == []
+        assert {process.pid for process in processes_of(self.home)} - self.standing == set()
+
+    def containers(self) -> list[str]:
+        """Names of this home's containers, running or not."""
+        import docker
+
+        client = docker.from_env(timeout=20)
+        try:
+            found = client.containers.list(all=True, filters={"label": [OWNER_LABEL, RUN_LABEL]}, ignore_removed=True)
+            return [c.name for c in found if c.labels[RUN_LABEL].startswith(f"{self.home}/")]
+        finally:
+            client.close()
+
+    def scored(self, job: str) -> set[str]:
+        """Tasks whose trial has a reward."""
+        found = {}
+        for path in self.home.glob(f"jobs/{job}/*/*/result.json"):
+            trial = json.loads(path.read_text())["compactionrl"]["trial"]
+            found[trial["key"]["task"]] = trial["reward"]
+        return {task for task, reward in found.items() if reward is not None}
+
+    def events(self, job: str, kind: str) -> list[dict[str, Any]]:
+        lines = [
+            line for path in self.home.glob(f"jobs/{job}/*/events.jsonl") for line in path.read_text().splitlines()
+        ]
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def mlflow_runs(self) -> dict[str, str]:
+        """Status of each run, by id."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{self.home}/mlflow/mlflow.db")
+        experiments = [e.experiment_id for e in client.search_experiments()]
+        return {run.info.run_id: run.info.status for run in client.search_runs(experiments, max_results=500)}
+
+
+class Paced:
+    """The agent of known memory behind an endpoint that takes its time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.stub = StubEndpoint(self.answer)
+
+    def answer(self, call: Call) -> Answer:
+        return replace(memory.act(call), seconds=self.seconds)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, docker_engine: Any) -> Iterator[ChaosBench]:
+    """With `up` on its home: the commands share its Prefect server."""
+    pace = Paced()
+    with pace.stub.serving():
+        bench = ChaosBench(tmp_path_factory.mktemp("chaos"), pace)
+        up = bench.start("up")
+        assert up.stdout is not None
+        assert any("Ctrl-C" in line for line in up.stdout), "up ended"
+        bench.standing = {process.pid for process in processes_of(bench.home)}
+        yield bench
+        up.send_signal(signal.SIGINT)
+        up.communicate(timeout=60)
+
+
+def test_a_job_whose_driver_is_killed_completes_without_running_a_finished_trial_again(bench: ChaosBench) -> None:
+    driver = bench.begin("killed")
+    driver.kill()
+    driver.communicate()
+    assert bench.containers() != []  # of trials that ran
+    bench.complete("killed")
+
+
+def test_ctrl_c_and_term_end_a_job_cleanly_and_it_completes(bench: ChaosBench) -> None:
+    before = bench.mlflow_runs()
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        job = f"signal-{number}"
+        command = bench.begin(job)
+        command.send_signal(number)
+        out, err = command.communicate(timeout=60)
+        assert command.returncode == code, err[-2000:]
+        assert "the same command again continues from here" in out + err
+        bench.check_nothing_is_left()
+        new = {run: status for run, status in bench.mlflow_runs().items() if run not in before}
+        assert set(new.values()) == {"KILLED"}
+        bench.complete(job)
+        before = bench.mlflow_runs()
+        assert "RUNNING" not in before.values()
+        assert {run: before[run] for run in new if before[run] == "KILLED"} == {}  # reopened, not another
+
+
+@contextmanager
+def docker_daemon(place: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon of its own, without networks; what it held is there again when it is started again at the same place."""
+    host = f"unix://{place}/docker.sock"
+    arguments = ["--data-root", f"{place}/data", "--exec-root", f"{place}/exec", "--pidfile", f"{place}/docker.pid"]
+    network = ["--bridge=none", "--iptables=false"]
+    with (place / "log").open("ab") as log:
+        daemon = subprocess.Popen(["dockerd", "-H", host, *arguments, *network], stdout=log, stderr=log)
+    try:
+        for _ in range(300):
+            if subprocess.run(["docker", "-H", host, "version"], capture_output=True).returncode == 0:
+                break
+            assert daemon.poll() is None, (place / "log").read_text()[-2000:]
+            time.sleep(0.1)
+        yield daemon
+    finally:
+        daemon.terminate()
+        daemon.wait(60)
+
+
+def test_a_job_whose_docker_daemon_dies_scores_nothing_it_has_not_seen_and_completes_when_it_is_back(
+    bench: ChaosBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("dockerd") is None or os.geteuid() != 0:
+        pytest.skip("no second Docker daemon can be started here")
+    image = subprocess.run(["docker", "save", "local/busybox"], check=True, capture_output=True).stdout
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    with docker_daemon(tmp_path) as daemon:
+        subprocess.run(["docker", "load"], input=image, check=True, capture_output=True)
+        command = bench.begin("daemon")
+        daemon.kill()
+        out, err = command.communicate(timeout=120)
+    assert command.returncode == 3, err[-3000:]
+    result = json.loads(out)
+    (cell,) = result["results"]
+    scored = bench.scored("daemon")
+    assert cell["scored"] == len(scored) < len(PAGES)
+    assert cell["pass_at_1"] > 0
+    print(result["errors"], err[-1500:])
+    errors = Counter(event["error_class"] for event in bench.events("daemon", "finished"))
+    assert set(errors) - {None} <= {"environment", "environment_start"}
+    with docker_daemon(tmp_path):
+        bench.complete("daemon")
