@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compaction.engines.credentials import take_userinfo
-from flows.cli_options import DryRun, Force, Json, Overrides, Preset, Seeds, Variants, overrides_of
+from flows.cli_options import BaseModel, DryRun, Force, Json, Overrides, Preset, Seeds, Variants, overrides_of, text
 from flows.cli_sweep import sweep
 from flows.cli_tasks import app as tasks_app
 
@@ -58,6 +58,7 @@ def reproduce(
     preset: Preset = "tiny",
     variants: Variants = None,
     seeds: Seeds = None,
+    model: BaseModel = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,
     json_output: Json = False,
@@ -85,7 +86,7 @@ def reproduce(
             flow,
             preset,
             overrides or [],
-            flags=overrides_of(variants=variants, seeds=seeds),
+            flags=overrides_of(**{"variants": variants, "seeds": seeds, "sft.model": text(model)}),
             force=force,
             dry_run=dry_run,
             json_output=json_output,

@@ -16,6 +16,15 @@ Variants = Annotated[
     typer.Option(help="Policies to compare, separated by commas, or [cyan]all[/].", metavar="A,B", show_default=False),
 ]
 Seeds = Annotated[str | None, typer.Option(help="Training seeds: [cyan]0,1,2[/].", metavar="N,N", show_default=False)]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Pretrained model to start from: a transformers checkpoint's folder, or a name on the hub.",
+        metavar="FOLDER|NAME",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override one setting: [cyan]--set ppo.steps=20[/]. Repeatable.", metavar="KEY=VALUE"),

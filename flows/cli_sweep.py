@@ -66,7 +66,10 @@ def sweep(
     base_url: Annotated[
         str | None, _option("Address before /chat/completions: [cyan]http://localhost:8000/v1[/].", MODEL, "--base-url")
     ] = None,
-    model: Annotated[str | None, _option("The model's name, as the endpoint lists it.", MODEL)] = None,
+    model: Annotated[
+        str | None,
+        _option("Its name, as the endpoint lists it; with engine torch a pretrained model's folder.", MODEL),
+    ] = None,
     api_key_env: Annotated[
         str | None, _option("NAME of the variable that holds the key (default OPENAI_API_KEY).", MODEL, "--api-key-env")
     ] = None,
@@ -129,7 +132,8 @@ def sweep(
 
         return run_sweep(experiment, options)
 
-    chosen = engine or ("openai" if base_url or model else None)
+    chosen = engine or ("openai" if base_url else None)
+    served = chosen == "openai"
     endpoint = {
         "api_key_env": api_key_env,
         "request_extra": request_extra,
@@ -157,7 +161,8 @@ def sweep(
         "evaluation.dataset.sample_seed": sample_seed,
         "evaluation.repeats": repeats,
         "endpoint.base_url": text(base_url),
-        "endpoint.model": text(model),
+        "endpoint.model": text(model) if served else None,
+        "sft.model": None if served else text(model),
         "endpoint.tokenizer": text(tokenizer),
         **{f"endpoint.{name}": value for name, value in endpoint.items()},
         "job.concurrency": concurrency,

@@ -29,3 +29,7 @@ class CheckpointError(TrainingError):
 
 class CheckpointNotFound(TrainingError):
     """The folder that should hold a model is missing or is not a checkpoint."""
+
+
+class UnsupportedModel(ValueError):
+    """A model that this engine or trainer would not compute right; the message says why and what to use instead."""

@@ -15,9 +15,17 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from compaction.engines.endpoint_errors import EndpointRefused
 from compaction.protocols import InfrastructureError
+from compaction.rendering import TemplateNotSupported
 from compaction.window import WindowTooSmall
 from evaluation.job import JobBusy, JobChanged
-from rl.errors import CheckpointError, CheckpointNotFound, NoUsableRollouts, TrainingDiverged, WorkerLost
+from rl.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    NoUsableRollouts,
+    TrainingDiverged,
+    UnsupportedModel,
+    WorkerLost,
+)
 from tasks.caching import Produced, StageOutcome, StageSpec, StageStore
 from tasks.cluster import Cluster
 from tasks.errors import CommandError, UserError
@@ -34,6 +42,8 @@ EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
     WorkerLost: (CommandError, f"Ray's logs are in the run's logs/ray; {AGAIN}"),
     CheckpointError: (CommandError, ""),
     CheckpointNotFound: (UserError, ""),
+    UnsupportedModel: (UserError, ""),
+    TemplateNotSupported: (UserError, "The model cannot be trained turn by turn with this chat template"),
     WindowTooSmall: (UserError, ""),
     EndpointRefused: (UserError, ""),
     JobChanged: (UserError, ""),

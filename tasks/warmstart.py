@@ -6,8 +6,9 @@ import asyncio
 import random
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,7 +22,7 @@ from evaluation.tasksets.trail_expert import ExpertSettings, TrailExpert, world_
 from rl.errors import WorkerLost
 from rl.rows import rows_of
 from rl.settings import SFTSettings, TinySettings
-from tasks.caching import StageSpec
+from tasks.caching import StageSpec, describe_files
 from tasks.cluster import Cluster
 from tasks.stages import Body, StageRun
 
@@ -53,10 +54,16 @@ class ExpertData(Settings):
 class WarmstartSettings(Settings):
     """The embedded default's base policy: what it is, what it is shown, how it is trained."""
 
+    model: str | None = Field(
+        None, description="a pretrained model to start from: folder, or name on the hub; null = a new tiny one"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of weights and activations while fine-tuning")
     tiny: TinySettings = TinySettings()
     expert: ExpertSettings = ExpertSettings()
     corpus_tasks: int = Field(400, ge=1, description="tasks whose text trains the tokenizer")
-    data: tuple[ExpertData, ...] = Field(min_length=1, description="expert rollouts, one entry per SFT stage")
+    data: tuple[ExpertData, ...] = Field(
+        description="expert rollouts, one entry per SFT stage; none, with a pretrained model = no fine-tuning"
+    )
     sft: SFTSettings = SFTSettings()
     checkpoint_every: int = Field(
         400, ge=STEPS_PER_REPORT, multiple_of=STEPS_PER_REPORT, description="steps between checkpoints"
@@ -64,7 +71,11 @@ class WarmstartSettings(Settings):
 
     @model_validator(mode="after")
     def _one_data_set_per_stage(self) -> WarmstartSettings:
-        if len(self.data) != len(self.sft.stages):
+        if not self.data and self.model is None:
+            raise ValueError(
+                "data is empty: a new model has to learn the world's rules; only a pretrained one may act as it is"
+            )
+        if self.data and len(self.data) != len(self.sft.stages):
             raise ValueError(
                 f"data has {len(self.data)} entries for {len(self.sft.stages)} SFT stages; give one per stage"
             )
@@ -77,8 +88,11 @@ SOURCES = (
     "evaluation/environments",
     "rl/batching.py",
     "rl/checkpoint.py",
+    "rl/logprobs.py",
     "rl/models.py",
     "rl/optimization.py",
+    "rl/packing.py",
+    "rl/pretrained.py",
     "rl/rows.py",
     "rl/settings.py",
     "rl/sft.py",
@@ -95,13 +109,22 @@ def spec(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
         stage="sft",
         label=f"seed {seed}",
         settings={
-            "warmstart": settings.model_dump(mode="json", exclude={"checkpoint_every"}),
+            "warmstart": settings.model_dump(mode="json", exclude={"checkpoint_every", "model"}),
+            "model": model_identity(settings.model),
             "world": world.model_dump(mode="json"),
             "agent": agent.model_dump(mode="json"),
             "seed": seed,
         },
         packages=SOURCES,
     )
+
+
+@cache
+def model_identity(model: str | None) -> str | dict[str, Any] | None:
+    """A pretrained model by content, so that other weights in the same folder are another start; by name on the hub."""
+    if model is None or not Path(model).expanduser().is_dir():
+        return model
+    return {name: file["digest"] for name, file in describe_files(Path(model).expanduser()).items()}
 
 
 def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int, cluster: Cluster) -> Body:
@@ -129,7 +152,7 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
                 stage.log(done, last, {"loss": last["sft/loss"]})
         except PROCESS_DIED as error:
             raise WorkerLost(f"the fine-tuning process died ({type(error).__name__})") from error
-        return {"checkpoint": "checkpoint", "loss": last["sft/loss"]}
+        return {"checkpoint": "checkpoint", "loss": last.get("sft/loss")}
 
     return run
 
@@ -158,13 +181,13 @@ def warmstart(
 
     Goes on from the last checkpoint in `folder`. Raises CheckpointError where one cannot be read or written.
     """
+    import torch
+
     from compaction.rendering import load_renderer
     from rl.models import load_policy, save_policy
     from rl.sft import run_sft, sft_optimizer
-    from rl.tiny import make_tiny_checkpoint
 
-    tiny = settings.tiny.model_copy(update={"seed": seed})
-    start = make_tiny_checkpoint(folder / "initial", corpus(settings, world, agent), tiny)
+    start = _start(folder, settings, world, agent, seed)
     renderer = load_renderer(start)
     rows = [
         [
@@ -174,7 +197,10 @@ def warmstart(
         ]
         for stage, data in enumerate(settings.data)
     ]
-    policy = load_policy(start)
+    policy = load_policy(start, getattr(torch, settings.dtype))
+    if not settings.data:
+        save_policy(policy, folder / "checkpoint", start)
+        return
     optimizer = sft_optimizer(policy, settings.sft)
     root, total = folder / CHECKPOINTS, sum(stage.steps for stage in settings.sft.stages)
     first = _resume(root, policy, optimizer)
@@ -185,6 +211,20 @@ def warmstart(
             _checkpoint(root, done, policy, optimizer)
     save_policy(policy, folder / "checkpoint", start)
     shutil.rmtree(root, ignore_errors=True)
+
+
+def _start(folder: Path, settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int) -> Path:
+    """The checkpoint folder that fine-tuning starts from."""
+    if settings.model is None:
+        from rl.tiny import make_tiny_checkpoint
+
+        tiny = settings.tiny.model_copy(update={"seed": seed})
+        return make_tiny_checkpoint(folder / "initial", corpus(settings, world, agent), tiny)
+    from rl.pretrained import check_trainable, find_model
+
+    found = find_model(settings.model)
+    check_trainable(found, max([agent.compaction.window, *(w for data in settings.data for w in data.windows)]))
+    return found
 
 
 def _checkpoint(root: Path, step: int, policy: Any, optimizer: Any) -> None:

@@ -14,22 +14,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl.engines.kv_cache import AttentionGroup, SlotCache, StepLayout
+from rl.errors import UnsupportedModel
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def check_supported(config: Any) -> None:
-    """Raises ValueError where the direct forward would not compute what the model computes."""
+    """Raises UnsupportedModel where the direct forward would not compute what the model computes."""
     if config.model_type not in SUPPORTED:
-        raise ValueError(
-            f"model type {config.model_type!r} is not supported by the torch engine; use one of {SUPPORTED}"
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} is not supported by the torch engine, which knows "
+            f"{', '.join(SUPPORTED)}; other models need another engine, such as vllm"
         )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError(f"{config.model_type} with sliding-window layers is not supported by the torch engine")
+        raise UnsupportedModel(f"{config.model_type} with sliding-window layers is not supported by the torch engine")
     rope = config.rope_parameters["rope_type"]
     if rope in _LENGTH_DEPENDENT_ROPE:
-        raise ValueError(
+        raise UnsupportedModel(
             f"rope type {rope!r} depends on the sequence length; the torch engine supports fixed ones only"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,43 @@ def test_in_a_worker_process_it_reports_on_the_way_and_its_errors_arrive_as_them
     with pytest.raises(TrainingDiverged, match="3 steps in a row") as caught:
         run(diverging, tmp_path / "b")
     assert "Traceback" not in str(caught.value)
+
+
+def test_a_pretrained_model_is_fine_tuned_from_its_own_weights_or_left_as_it_is(
+    small_checkpoint: Path, tmp_path: Path
+) -> None:
+    agent = AGENT.model_copy(update={"compaction": AGENT.compaction.model_copy(update={"window": 112})})
+    data = DATA.model_copy(update={"windows": (112,)})
+    pretrained = SETTINGS.model_copy(update={"model": str(small_checkpoint), "data": (data,)})
+    steps = list(warmstart.warmstart(tmp_path / "tuned", pretrained, WORLD, agent, 0))
+    assert len(steps) == STEPS
+    start, tuned = (
+        load_file(small_checkpoint / "model.safetensors"),
+        load_file(tmp_path / "tuned/checkpoint/model.safetensors"),
+    )
+    assert start.keys() == tuned.keys()
+    assert any(not torch.equal(start[name], tuned[name]) for name in start)
+
+    as_it_is = WarmstartSettings(model=str(small_checkpoint), data=())
+    assert list(warmstart.warmstart(tmp_path / "same", as_it_is, WORLD, agent, 0)) == []
+    same = load_file(tmp_path / "same/checkpoint/model.safetensors")
+    assert all(torch.equal(start[name], same[name]) for name in start)
+
+
+def test_other_weights_in_a_folder_are_another_start(small_checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(small_checkpoint, folder)
+
+    def digest() -> str:
+        warmstart.model_identity.cache_clear()
+        return warmstart.spec(WarmstartSettings(model=str(folder), data=()), WORLD, AGENT, 0).digest
+
+    before = digest()
+    assert digest() == before
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    assert digest() != before
+
+
+def test_a_new_model_needs_something_to_learn() -> None:
+    with pytest.raises(ValidationError, match="only a pretrained one"):
+        WarmstartSettings(data=())

@@ -33,7 +33,8 @@ def test_an_engine_holds_a_whole_window() -> None:
 
 
 STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
-    "sft": (warmstart.SOURCES, ["tasks/warmstart.py"], {"rl/advantages.py"}),
+    "sft": (warmstart.SOURCES, ["tasks/warmstart.py"],
+            {"rl/advantages.py", "rl/engines/direct_forward.py", "rl/engines/kv_cache.py"}),
     "ppo": (
         (*wiring.ROLLOUT_SOURCES, *wiring.LEARNING_SOURCES, "tasks/ppo.py", "tasks/wiring.py"),
         ["tasks/ppo.py", "rl/ppo.py", "rl/async_ppo.py", "rl/workers.py"],
@@ -46,7 +47,7 @@ STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
         evaluate.SOURCES,
         ["tasks/evaluate.py"],
         {f"rl/{name}.py" for name in
-         ("advantages", "batching", "checkpoint", "losses", "optimization", "rows", "settings", "trainer")},
+         ("advantages", "batching", "checkpoint", "logprobs", "losses", "optimization", "packing", "rows", "settings", "trainer")},
     ),
 }  # fmt: skip
 """Stage: its sources, the files it starts in, and what is imported without deciding its result"""

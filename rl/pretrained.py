@@ -1,0 +1,60 @@
+"""A pretrained model as the start of training: found, and checked before hours go into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl.errors import CheckpointNotFound, UnsupportedModel
+
+
+def find_model(name: str) -> Path:
+    """The checkpoint folder of that path, or of that name on the Hugging Face hub (fetched where it is not yet here).
+
+    Raises CheckpointNotFound with the next step.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointNotFound(
+                f"{folder} holds no model (no config.json); give a transformers checkpoint's folder"
+            )
+        return folder.resolve()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise CheckpointNotFound(f"there is no folder {folder}; give the folder of a transformers checkpoint")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.bin", "*.pth", "onnx/*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise CheckpointNotFound(
+            f"model {name!r} is no folder here, and the Hugging Face hub did not give it ({first}). Without network, "
+            "download it elsewhere and give its folder"
+        ) from error
+
+
+def check_trainable(folder: Path, longest: int) -> None:
+    """Whether the torch engine and trainer can take this model, with windows of up to `longest` tokens.
+
+    Raises UnsupportedModel with the reason.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    from rl.engines.direct_forward import check_supported
+
+    config: Any = AutoConfig.from_pretrained(folder)
+    check_supported(config)
+    text = config.get_text_config()
+    entries = len(AutoTokenizer.from_pretrained(folder))
+    if entries > text.vocab_size:
+        raise UnsupportedModel(
+            f"{folder}: the tokenizer has {entries} entries, the model's vocabulary {text.vocab_size}: they do not "
+            "belong together"
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise UnsupportedModel(
+            f"{folder}: the model takes {limit} tokens, the longest window is {longest}; lower the windows"
+        )
