@@ -47,7 +47,8 @@ STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
         evaluate.SOURCES,
         ["tasks/evaluate.py"],
         {f"rl/{name}.py" for name in
-         ("advantages", "batching", "checkpoint", "logprobs", "losses", "optimization", "packing", "rows", "settings", "trainer")},
+         ("advantages", "batching", "checkpoint", "logprobs", "losses", "optimization", "packing", "rows", "settings",
+          "trainer")},
     ),
 }  # fmt: skip
 """Stage: its sources, the files it starts in, and what is imported without deciding its result"""
