@@ -101,7 +101,7 @@ def _stats(results: Sequence[TrialResult]) -> dict[str, Any]:
             rewards[str(result.reward)].append(name)
     scored = [r.reward for r in results if r.reward is not None]
     return {
-        "n_trials": len(results),
+        "n_trials": len(scored),  # as Harbor: those with a reward
         "n_errors": len(results) - len(scored),
         "metrics": [{"mean": float(np.mean(scored))}] if scored else [],
         "pass_at_k": _pass_at_k(results),
