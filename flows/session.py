@@ -85,12 +85,17 @@ class Request:
     def experiment(self) -> Experiment:
         """Raises UserError: everything is checked before anything starts."""
         from flows.experiment import load_experiment
+        from rl.pretrained import local_model
         from tasks.real_tasks import open_dataset
+        from tasks.stages import explained
 
         experiment = load_experiment(self.preset, [*self.flags, *self.overrides])
         for dataset in (experiment.evaluation.dataset, experiment.dataset):
             if dataset is not None:
                 open_dataset(dataset)
+        if experiment.sft is not None and experiment.sft.model is not None:
+            with explained("--model"):
+                local_model(experiment.sft.model)
         return experiment
 
     @property

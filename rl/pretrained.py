@@ -8,20 +8,28 @@ from typing import Any
 from rl.errors import CheckpointNotFound, UnsupportedModel
 
 
+def local_model(name: str) -> Path | None:
+    """The checkpoint folder of that path; None for what can only be a name on the hub.
+
+    Raises CheckpointNotFound for a path that leads nowhere or to no model. Imports nothing heavy.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointNotFound(f"{folder} holds no model (no config.json); give a transformers checkpoint")
+        return folder.resolve()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise CheckpointNotFound(f"there is no folder {folder}; give the folder of a transformers checkpoint")
+    return None
+
+
 def find_model(name: str) -> Path:
     """The checkpoint folder of that path, or of that name on the Hugging Face hub (fetched where it is not yet here).
 
     Raises CheckpointNotFound with the next step.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointNotFound(
-                f"{folder} holds no model (no config.json); give a transformers checkpoint's folder"
-            )
-        return folder.resolve()
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CheckpointNotFound(f"there is no folder {folder}; give the folder of a transformers checkpoint")
+    if (folder := local_model(name)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -56,6 +56,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["reproduce", "--set", "ppo.stpes=1"], "did you mean ppo.steps?"),
         (["reproduce", "--variants", "compactionlr"], "did you mean compactionrl?"),
         (["reproduce", "--seeds", "one"], "seeds.0 is 'one'"),
+        (["reproduce", "--model", "./no/model"], "--model: there is no folder no/model"),
         (["sweep", "--windows", "64q"], "evaluation.windows.0 is '64q'"),
         (["show"], "no runs in"),
         (["report", "abc"], "no runs in"),
