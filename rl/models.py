@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from rl.batching import MicroBatch
 from rl.errors import CheckpointNotFound
+from rl.logprobs import LOGITS_AT_ONCE, gathered_logprobs
+from rl.packing import packing_inputs
 
 disable_progress_bar()
+
+
+def chosen_device(name: str = "auto") -> torch.device:
+    """The device of that name; auto is CUDA where there is one, else the CPU."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda":
+        # cuBLAS repeats its sums bit for bit only with a workspace of its own, and refuses to run where determinism is
+        # asked for without one. Read when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return device
 
 
 def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32) -> Any:
@@ -47,24 +60,33 @@ def load_critic(folder: Path | str, dtype: torch.dtype = torch.float32) -> Criti
     return Critic(backbone, hidden_size).to(dtype).eval()
 
 
-def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> torch.Tensor:
+def token_logprobs(
+    model: Any, batch: MicroBatch, temperature: float, logits_at_once: int = LOGITS_AT_ONCE
+) -> torch.Tensor:
     """[n] log-probability of each wanted token at the sampling temperature (0 = greedy, read at temperature 1).
 
     The language head runs at the n read positions alone.
     """
     hidden = _hidden_at(model.get_decoder(), batch)
-    logits = model.get_output_embeddings()(hidden)
-    if logits.dtype not in (torch.float32, torch.float64):
-        logits = logits.float()
-    if temperature not in (0.0, 1.0):
-        logits = logits / temperature
-    return -F.cross_entropy(logits, batch.targets, reduction="none")
+    return gathered_logprobs(model.get_output_embeddings(), hidden, batch.targets, temperature or 1.0, logits_at_once)
 
 
 def token_values(critic: Critic, batch: MicroBatch) -> torch.Tensor:
     """[n] value-head outputs, read at the position before each wanted token (a logit for bce, V for mse)."""
     predictions = critic.head(_hidden_at(critic.backbone, batch)).squeeze(-1)
     return predictions if predictions.dtype == torch.float64 else predictions.float()
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Recomputes each decoder layer in the backward pass instead of keeping its activations.
+
+    Raises ValueError for a model that cannot.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # The layer checkpoints in training mode only; what is inside it stays in eval mode, without dropout.
+            module.training = True
 
 
 def save_policy(model: Any, folder: Path, source: Path | str) -> None:
@@ -77,7 +99,9 @@ def save_policy(model: Any, folder: Path, source: Path | str) -> None:
 
 
 def _hidden_at(decoder: Any, batch: MicroBatch) -> torch.Tensor:
-    hidden = decoder(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+    lengths = batch.row_lengths
+    rows = {} if lengths is None else packing_inputs(lengths, batch.token_ids.device)
+    hidden = decoder(input_ids=batch.token_ids, use_cache=False, **rows).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, batch.read)
 
 

@@ -40,7 +40,27 @@ class SFTStage(Settings):
     tokens_per_step: int = Field(ge=1, description="tokens of whole rows that one step reads, about")
 
 
-class SFTSettings(Settings):
+class ForwardSettings(Settings):
+    """How rows go through a model; none of it changes what is learned."""
+
+    micro_batch_tokens: int = Field(2_048, ge=1, description="most tokens in one forward pass, padding included")
+    packed: bool = Field(
+        False,
+        description="rows of different lengths form one sequence without padding, and attend to themselves alone; "
+        "faster where lengths differ much, slower for tiny models; a model that cannot keep rows apart pads them",
+    )
+    logits_at_once: int = Field(
+        2**25,
+        ge=1,
+        description="most logits (tokens times vocabulary) in memory; where there are more, logprobs are computed in "
+        "chunks of tokens, and the backward pass computes the logits again",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="the backward pass computes activations again, layer by layer: less memory, a third slower"
+    )
+
+
+class SFTSettings(ForwardSettings):
     """Supervised fine-tuning. Defaults are the tiny preset's."""
 
     stages: tuple[SFTStage, ...] = Field(
@@ -59,7 +79,6 @@ class SFTSettings(Settings):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
     context_weight: float = Field(0.1, ge=0, le=1, description="weight of an observation's token beside an action's 1")
-    micro_batch_tokens: int = Field(2_048, ge=1, description="most padded tokens in one forward pass")
     max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
 
 
@@ -76,7 +95,7 @@ class LossSettings(Settings):
     eps_high: float = Field(0.28, ge=0, description="the ratio's upper bound is 1 + eps_high")
 
 
-class TrainerSettings(Settings):
+class TrainerSettings(ForwardSettings):
     """How policy and critic are updated. Defaults are the paper's where it gives them."""
 
     policy_lr: float = Field(2e-6, ge=0, description="learning rate of the policy")
@@ -88,7 +107,6 @@ class TrainerSettings(Settings):
     critic_loss: CriticLoss = Field("bce", description="bce on R in [0, 1], or mse")
     loss: LossSettings = LossSettings()
     temperature: float = Field(1.0, ge=0, description="the rollouts' sampling temperature; logprobs are taken at it")
-    micro_batch_tokens: int = Field(2_048, ge=1, description="most padded tokens in one forward pass")
     max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of weights and activations")
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from rl.batching import MicroBatch, micro_batches
-from rl.models import token_logprobs
+from rl.models import checkpoint_layers, token_logprobs
 from rl.optimization import GuardedOptimizer
+from rl.packing import enable_packing
 from rl.rows import Row
 from rl.settings import SFTSettings
 
@@ -56,6 +57,9 @@ def run_sft(
             f"{len(settings.stages)} stages need one non-empty list of rows each, got {[len(r) for r in rows]} rows"
         )
     optimizer = optimizer or sft_optimizer(policy, settings)
+    packed = settings.packed and enable_packing(policy, policy.get_decoder())
+    if settings.gradient_checkpointing:
+        checkpoint_layers(policy)
     total = sum(stage.steps for stage in settings.stages)
     generator = np.random.default_rng(seed)
     step = 0
@@ -66,7 +70,7 @@ def run_sft(
             if step >= first_step:
                 lr = settings.lr * lr_factor(step / total, settings.warmup)
                 optimizer.set_lr(lr)
-                yield {"sft/learning_rate": lr} | _step(policy, optimizer, chunk, settings)
+                yield {"sft/learning_rate": lr} | _step(policy, optimizer, chunk, settings, packed)
             step += 1
 
 
@@ -90,7 +94,9 @@ def _chunks(rows: Sequence[Row], tokens: int, generator: np.random.Generator) ->
                 chunk, read = [], 0
 
 
-def _step(policy: Any, optimizer: GuardedOptimizer, rows: Sequence[Row], settings: SFTSettings) -> dict[str, float]:
+def _step(
+    policy: Any, optimizer: GuardedOptimizer, rows: Sequence[Row], settings: SFTSettings, packed: bool
+) -> dict[str, float]:
     per_row = [sft_weights(row, settings.context_weight) for row in rows]
     wanted = [weights > 0 for weights in per_row]
     flat = np.concatenate([weights[mask] for weights, mask in zip(per_row, wanted, strict=True)])
@@ -99,11 +105,11 @@ def _step(policy: Any, optimizer: GuardedOptimizer, rows: Sequence[Row], setting
     nll = torch.zeros_like(weights)
 
     def loss_of(batch: MicroBatch) -> torch.Tensor:
-        each = -token_logprobs(policy, batch, 1.0)
+        each = -token_logprobs(policy, batch, 1.0, settings.logits_at_once)
         nll[batch.places] = each.detach().to(nll)
         return (weights[batch.places] * each).sum()
 
-    batches = micro_batches(rows, wanted, settings.micro_batch_tokens, parameter.device)
+    batches = micro_batches(rows, wanted, settings.micro_batch_tokens, parameter.device, packed=packed)
     _, norm = optimizer.step(batches, loss_of)
     spoken = np.concatenate([row.optimized[mask] for row, mask in zip(rows, wanted, strict=True)])
     return {

@@ -15,8 +15,17 @@ from safetensors import SafetensorError
 
 from rl.batching import MicroBatch, micro_batches
 from rl.losses import critic_loss, policy_loss, predicted_values, token_weights
-from rl.models import load_critic, load_policy, save_policy, token_logprobs, token_values
+from rl.models import (
+    checkpoint_layers,
+    chosen_device,
+    load_critic,
+    load_policy,
+    save_policy,
+    token_logprobs,
+    token_values,
+)
 from rl.optimization import GuardedOptimizer
+from rl.packing import enable_packing
 from rl.rows import Row
 from rl.settings import LossSettings, TrainerSettings
 
@@ -24,15 +33,27 @@ from rl.settings import LossSettings, TrainerSettings
 class Trainer:
     """Policy, critic, two AdamW optimisers, and `version`: the number of policy updates made."""
 
-    def __init__(self, checkpoint: Path | str, settings: TrainerSettings, *, device: str = "cpu") -> None:
-        """Policy and critic both start from `checkpoint`. Raises CheckpointNotFound."""
+    def __init__(self, checkpoint: Path | str, settings: TrainerSettings, *, device: str = "auto") -> None:
+        """Policy and critic both start from `checkpoint`; `device`: auto takes CUDA where there is one.
+
+        Raises CheckpointNotFound, and ValueError for a model that does not fit the settings.
+        """
         self.settings = settings
         self.version = 0
         self._source = Path(checkpoint)
-        self._device = torch.device(device)
+        self._device = chosen_device(device)
         dtype = getattr(torch, settings.dtype)
         self.policy = load_policy(checkpoint, dtype).to(self._device)
         self.critic = load_critic(checkpoint, dtype).to(self._device)
+        backbone = self.critic.backbone
+        self._packed = (
+            settings.packed
+            and enable_packing(self.policy, self.policy.get_decoder())
+            and enable_packing(backbone, backbone)
+        )
+        if settings.gradient_checkpointing:
+            checkpoint_layers(self.policy)
+            checkpoint_layers(backbone)
         self._policy_optimizer = _optimizer(self.policy, settings.policy_lr, settings)
         self._critic_optimizer = _optimizer(self.critic, settings.critic_lr, settings)
 
@@ -44,7 +65,7 @@ class Trainer:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Per row the [n_optimized] float32 log-probabilities under the policy as it is."""
-        return self._read(rows, lambda mb: token_logprobs(self.policy, mb, self.settings.temperature))
+        return self._read(rows, self._token_logprobs)
 
     def update_critic(
         self, rows: Sequence[Row], targets: Sequence[np.ndarray], *, updates: int | None = None
@@ -93,7 +114,7 @@ class Trainer:
         clipped, kl = [], []
 
         def loss_of(mb: MicroBatch) -> torch.Tensor:
-            logprobs = token_logprobs(self.policy, mb, self.settings.temperature)
+            logprobs = self._token_logprobs(mb)
             at = mb.places
             new[at] = logprobs.detach()
             result = policy_loss(logprobs, sampled[at], advantage[at], weight[at], self.settings.loss)
@@ -150,9 +171,12 @@ class Trainer:
         self.version = state["version"]
         torch.set_rng_state(state["rng"].cpu())
 
+    def _token_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        return token_logprobs(self.policy, batch, self.settings.temperature, self.settings.logits_at_once)
+
     def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         wanted = [row.optimized for row in rows]
-        return micro_batches(rows, wanted, self.settings.micro_batch_tokens, self._device)
+        return micro_batches(rows, wanted, self.settings.micro_batch_tokens, self._device, packed=self._packed)
 
     def _flat(self, per_row: Sequence[np.ndarray]) -> torch.Tensor:
         dtype = torch.float64 if self.settings.dtype == "float64" else torch.float32
