@@ -150,12 +150,9 @@ class Job:
     @contextmanager
     def _opened(self) -> Iterator[None]:
         self.paths.root.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(self.paths.lock, timeout=0):
-                self._check_settings()
-                yield
-        except Timeout as error:
-            raise JobBusy(f"another command is running the job {self.paths.root}; wait for it or stop it") from error
+        with _locked(self.paths):
+            self._check_settings()
+            yield
 
     def _check_settings(self) -> None:
         if not self.paths.config.exists():
@@ -220,6 +217,26 @@ class Job:
         line |= {"repeat": trial.key.repeat, "attempt": attempt, **more}
         with self.paths.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def set_aside(folder: Path) -> None:
+    """Makes room for a job that is run anew. What was there is kept beside it, under the time of now.
+
+    Raises JobBusy while another command runs it.
+    """
+    if not folder.exists():
+        return
+    with _locked(JobPaths(folder)):
+        folder.rename(folder.with_name(f"{folder.name}.{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"))
+
+
+@contextmanager
+def _locked(paths: JobPaths) -> Iterator[None]:
+    try:
+        with FileLock(paths.lock, timeout=0):
+            yield
+    except Timeout as error:
+        raise JobBusy(f"another command is running the job {paths.root}; wait for it or stop it") from error
 
 
 def read_result(paths: TrialPaths, trial: Trial) -> TrialResult | None:

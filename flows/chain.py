@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.grid import Cell, greedy_cell, one_factor_cells, product_cells
+from evaluation.job import set_aside
 from evaluation.tasksets.datasets import Dataset
 from flows.experiment import Experiment, Variant
 from tasks import evaluate, evaluate_job, ppo, warmstart
 from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
 from tasks.endpoint_policy import EndpointPolicy
 from tasks.errors import CommandError
-from tasks.evaluate_job import CellJob, endpoint_identity, set_aside
+from tasks.evaluate_job import CellJob, endpoint_identity
 from tasks.policies import CheckpointPolicy
 from tasks.real_tasks import open_dataset
 from tasks.stages import StageRunner, explained
@@ -240,7 +241,8 @@ class Chain:
             job = self.plan.job(cell)
             folder = job.folder(self.jobs)
             if self.runner.force:
-                set_aside(folder)
+                with explained(cell.name):
+                    set_aside(folder)
             body = evaluate_job.body(job, policy, folder, e.job)
         else:
             assert isinstance(policy, CheckpointPolicy)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,12 +128,6 @@ def body(job: CellJob, policy: Policy, folder: Path, settings: JobSettings) -> B
         return Unfinished(result, f"{why} ({outcome.stopped})" if outcome.stopped else why)
 
     return run
-
-
-def set_aside(folder: Path) -> None:
-    """Makes room for a job that is run anew. What was there is kept beside it, under the time of now."""
-    if folder.exists():
-        folder.rename(folder.with_name(f"{folder.name}.{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"))
 
 
 def _rollout(job: Job, key: TrialKey) -> Rollout:

@@ -19,7 +19,7 @@ from compaction.rollout import Rollout
 from compaction.storage import read_rollouts
 from evaluation.failures import failure_policy
 from evaluation.grid import Cell
-from evaluation.job import Job, JobBusy, JobChanged, JobOutcome, JobProgress, Trial
+from evaluation.job import Job, JobBusy, JobChanged, JobOutcome, JobProgress, Trial, set_aside
 from tests.compaction.parts import FilesTask, make_tokenizer, small_settings
 
 CELL = Cell("scripted", 0, 160, 2, 1)
@@ -219,6 +219,25 @@ def test_two_commands_do_not_run_one_job(tmp_path: Path):
         await first
 
     asyncio.run(both())
+
+
+def test_a_job_that_is_run_anew_leaves_the_old_one_beside_it_but_not_while_it_runs(tmp_path: Path):
+    folder = tmp_path / "cell"
+
+    async def refused_while_it_runs() -> None:
+        running = asyncio.create_task(job(folder).run(Endpoint().attempt, lambda progress: None))
+        await asyncio.sleep(0.005)
+        with pytest.raises(JobBusy, match="another command"):
+            set_aside(folder)
+        await running
+
+    asyncio.run(refused_while_it_runs())
+    set_aside(folder)
+    endpoint = Endpoint()
+    run(folder, endpoint)
+    assert len(endpoint.started) == 8
+    (old,) = [path for path in tmp_path.iterdir() if path != folder]
+    assert len(list(old.glob("*/result.json"))) == 8
 
 
 def test_starts_can_be_counted_afterwards(tmp_path: Path):
