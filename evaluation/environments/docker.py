@@ -6,6 +6,7 @@ ended from outside, by the daemon, since an agent may have taken every process s
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -41,6 +42,8 @@ OWNER_LABEL = "compactionrl.owner"
 
 _CALL_SECONDS = 60.0
 """The longest silence of the daemon within one call"""
+_EXIT_SECONDS = 10.0
+"""The same, while the process ends"""
 _KEEP_ALIVE = ["sh", "-c", "exec sleep 2147483647"]
 _OWN_PROCESSES = 2
 """Docker's init and the keep-alive"""
@@ -322,6 +325,18 @@ def reap_dead_containers(client: Any) -> int:
     return reaped
 
 
+def _remove_own() -> None:
+    """At this process's end: containers that no `stop` took away, such as where its caller was cancelled twice."""
+    own = f"{OWNER_LABEL}={Owner.current()}"
+    try:
+        client = docker.from_env(timeout=_EXIT_SECONDS)
+        for container in client.containers.list(all=True, filters={"label": own}, ignore_removed=True):
+            with suppress(NotFound):
+                container.remove(force=True, v=True)
+    except (DockerException, RequestException, OSError) as error:
+        log.warning("containers of this process may be left behind; the next one removes them: %s", error)
+
+
 def _reap_once(client: Any) -> None:
     """At this process's first start; what cannot be removed stops nobody."""
     global _reaped
@@ -329,6 +344,7 @@ def _reap_once(client: Any) -> None:
         if _reaped:
             return
         _reaped = True
+        atexit.register(_remove_own)
         try:
             reap_dead_containers(client)
         except (DockerException, RequestException) as error:

@@ -256,6 +256,20 @@ class TestDocker(SandboxContract):
                 if container.id not in before:
                     container.remove(force=True)
 
+    def test_what_nobody_stopped_goes_with_its_driver(self, docker_engine: Any) -> None:
+        self.sandbox()
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "tests.evaluation.environments.driver", "docker", str(self.place)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        with driver:
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "running\n"
+            driver.send_signal(signal.SIGINT)
+        assert [c for c in containers(docker_engine) if f"_{driver.pid}_" in c.labels[OWNER_LABEL]] == []
+
     def test_what_a_killed_driver_leaves_is_removed_at_the_next_start(self, docker_engine: Any) -> None:
         self.sandbox()
         driver = subprocess.Popen(
