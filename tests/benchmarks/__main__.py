@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.benchmarks import bench_async, bench_engine, bench_sandboxes, bench_step, bench_update
+from tests.benchmarks import bench_async, bench_engine, bench_jobs, bench_sandboxes, bench_step, bench_update
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "engine": bench_engine.main,
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "step": bench_step.main,
     "async": bench_async.main,
     "sandboxes": bench_sandboxes.main,
+    "jobs": bench_jobs.main,
 }
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray")
 
