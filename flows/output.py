@@ -50,9 +50,16 @@ def print_result(console: Console, result: Mapping[str, Any], run: RunFolder) ->
         lines["log"] = str(run.logs / "run.log")
     lines["resume" if result["status"] != "ok" else "run again"] = str(run.record["command"])
     console.print(STATUS_TEXT[result["status"]])
+    for error in result.get("errors", []):
+        console.print(f"  [red]✗[/] {escape(_message(error))}", highlight=False, soft_wrap=True)
     width = max(map(len, lines))
     for name, text in lines.items():
         console.print(f"  [bold]{name:<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _message(error: str) -> str:
+    """What a person needs of an error in results.json: a class of ours says nothing that the message does not."""
+    return error.removeprefix("UserError: ").removeprefix("CommandError: ")
 
 
 def _stage_table(result: Mapping[str, Any]) -> Table:
