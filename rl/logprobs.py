@@ -24,7 +24,7 @@ def gathered_logprobs(
     if len(targets) * vocabulary <= logits_at_once:
         return -F.cross_entropy(_scaled(head(hidden), temperature), targets, reduction="none")
     chunk = max(1, logits_at_once // vocabulary)
-    logprobs: Tensor = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    logprobs: Tensor = _Chunked.apply(hidden, head.weight, head.bias, targets, temperature, chunk)
     return logprobs
 
 

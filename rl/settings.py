@@ -108,7 +108,10 @@ class TrainerSettings(ForwardSettings):
     loss: LossSettings = LossSettings()
     temperature: float = Field(1.0, ge=0, description="the rollouts' sampling temperature; logprobs are taken at it")
     max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
-    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="of weights and activations")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+        "float32",
+        description="of weights and activations; logprobs, losses and what the optimiser keeps are float32 at least",
+    )
 
 
 class PPOSettings(Settings):

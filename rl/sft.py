@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rl.batching import MicroBatch, micro_batches
+from rl.master_weights import guarded_optimizer
 from rl.models import checkpoint_layers, token_logprobs
 from rl.optimization import GuardedOptimizer
 from rl.packing import enable_packing
@@ -27,8 +28,8 @@ def sft_weights(row: Row, context_weight: float) -> np.ndarray:
 
 def sft_optimizer(policy: Any, settings: SFTSettings) -> GuardedOptimizer:
     """The optimiser of one fine-tuning run."""
-    return GuardedOptimizer(
-        policy.parameters(),
+    return guarded_optimizer(
+        policy,
         lr=settings.lr,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
@@ -101,7 +102,8 @@ def _step(
     wanted = [weights > 0 for weights in per_row]
     flat = np.concatenate([weights[mask] for weights, mask in zip(per_row, wanted, strict=True)])
     parameter = next(policy.parameters())
-    weights = torch.from_numpy(flat / max(flat.sum(), 1.0)).to(parameter)
+    precision = torch.promote_types(parameter.dtype, torch.float32)
+    weights = torch.from_numpy(flat / max(flat.sum(), 1.0)).to(parameter.device, precision)
     nll = torch.zeros_like(weights)
 
     def loss_of(batch: MicroBatch) -> torch.Tensor:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from rl.batching import MicroBatch, micro_batches
 from rl.losses import critic_loss, policy_loss, predicted_values, token_weights
+from rl.master_weights import guarded_optimizer
 from rl.models import (
     checkpoint_layers,
     chosen_device,
@@ -192,8 +193,8 @@ class Trainer:
 
 
 def _optimizer(model: torch.nn.Module, lr: float, settings: TrainerSettings) -> GuardedOptimizer:
-    return GuardedOptimizer(
-        model.parameters(),
+    return guarded_optimizer(
+        model,
         lr=lr,
         betas=settings.betas,
         weight_decay=settings.weight_decay,

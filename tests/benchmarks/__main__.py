@@ -13,11 +13,20 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.benchmarks import bench_async, bench_engine, bench_jobs, bench_sandboxes, bench_step, bench_update
+from tests.benchmarks import (
+    bench_async,
+    bench_engine,
+    bench_jobs,
+    bench_memory,
+    bench_sandboxes,
+    bench_step,
+    bench_update,
+)
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "engine": bench_engine.main,
     "update": bench_update.main,
+    "memory": bench_memory.main,
     "step": bench_step.main,
     "async": bench_async.main,
     "sandboxes": bench_sandboxes.main,
