@@ -15,6 +15,7 @@ from evaluation.trial import TrialResult
 
 OWN = "compactionrl"
 """Key of our own part in Harbor's objects"""
+_AGENT = "evaluation.harbor_agent:CompactionAgent"
 _NAMESPACE = uuid.UUID("6f1bd4b2-5d0c-4c52-9e08-6f4f8a3d7a11")
 
 
@@ -40,7 +41,12 @@ def trial_json(
         "task_id": {"path": where},
         "source": result.key.dataset,
         "task_checksum": checksum,
-        "config": {"task": {"path": where}, "trial_name": name, "trials_dir": str(trial_folder.parent)},
+        "config": {
+            "task": {"path": where},
+            "trial_name": name,
+            "trials_dir": str(trial_folder.parent),
+            "agent": {"import_path": _AGENT, "model_name": result.key.variant},  # else Harbor takes it for its oracle
+        },
         "agent_info": {"name": OWN, "version": "0.1.0", "model_info": {"name": result.key.variant, "provider": None}},
         "agent_result": {
             "n_input_tokens": result.prompt_tokens,

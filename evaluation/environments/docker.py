@@ -325,16 +325,19 @@ def reap_dead_containers(client: Any) -> int:
     return reaped
 
 
-def _remove_own() -> None:
-    """At this process's end: containers that no `stop` took away, such as where its caller was cancelled twice."""
+def _remove_own(environment: dict[str, str]) -> None:
+    """At this process's end: containers that no `stop` took away, such as where its caller was cancelled twice.
+
+    `environment` names the daemon, as it did at the first start.
+    """
     own = f"{OWNER_LABEL}={Owner.current()}"
     try:
-        client = docker.from_env(timeout=_EXIT_SECONDS)
+        client = docker.from_env(timeout=_EXIT_SECONDS, environment=environment)
         for container in client.containers.list(all=True, filters={"label": own}, ignore_removed=True):
             with suppress(NotFound):
                 container.remove(force=True, v=True)
     except (DockerException, RequestException, OSError) as error:
-        log.warning("containers of this process may be left behind; the next one removes them: %s", error)
+        log.info("containers of this process may be left behind; the next one removes them: %s", error)
 
 
 def _reap_once(client: Any) -> None:
@@ -344,7 +347,7 @@ def _reap_once(client: Any) -> None:
         if _reaped:
             return
         _reaped = True
-        atexit.register(_remove_own)
+        atexit.register(_remove_own, dict(os.environ))
         try:
             reap_dead_containers(client)
         except (DockerException, RequestException) as error:

@@ -174,6 +174,7 @@ scanner = JobScanner(folder.parent)
 print(json.dumps({
     "rewards": {name: trial.verifier_result and trial.verifier_result.rewards for name, trial in trials.items()},
     "valid": {name: trial.reward_valid for name, trial in trials.items()},
+    "agents": sorted({trial.config.agent.import_path for trial in trials.values()}),
     "steps": {name: len(trajectory.steps) for name, trajectory in trajectories.items()},
     "ours": job.stats.model_dump(mode="json"),
     "theirs": stats.model_dump(mode="json"),
@@ -194,6 +195,7 @@ def test_harbor_reads_trajectories_and_results_and_counts_alike(played: Played) 
     good, failed, stopped = (f"{name}__0" for name in (ALL_RIGHT, NOT_WRITTEN, NO_ENGINE))
     assert read["rewards"] == {good: {"reward": 1.0}, failed: {"reward": 0.0}, stopped: None}
     assert read["valid"] == {good: True, failed: True, stopped: False}
+    assert read["agents"] == ["evaluation.harbor_agent:CompactionAgent"]
     assert read["steps"][good] == 2 + TURNS + 2 * COMPACTIONS
     assert read["listed"] == sorted([good, failed, stopped])
     assert read["shown"]
