@@ -39,7 +39,7 @@ from compaction.rollout import (
     TurnRecord,
 )
 from compaction.scaffolds import Scaffold, load_scaffold
-from compaction.settings import AgentSettings
+from compaction.settings import AgentSettings, CompactionSettings
 from compaction.summaries import PromptPack, judge_summary, load_prompt_pack
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,20 @@ async def run_rollout(
     finally:
         await _clean_up(engine.release(rollout_id), f"rollout {rollout_id}: engine.release")
     return loop.rollout(outcome)
+
+
+def check_room(instruction: str, renderer: Renderer, settings: CompactionSettings) -> window.Overheads:
+    """What rendering costs under these settings. Raises WindowTooSmall where a task of that text leaves no room to act:
+    to be asked before anything is spent."""
+    pack = load_prompt_pack(settings.prompt_pack)
+    overheads = window.Overheads(
+        instruction=len(renderer.message("user", pack.summary_instruction)) + len(renderer.generation_prompt),
+        turn=len(renderer.generation_prompt) + len(renderer.close([], "length")) + len(renderer.message("user", "")),
+        resume=len(renderer.message("user", pack.resume_message(""))),
+    )
+    system, task = len(renderer.message("system", pack.system)), len(renderer.message("user", instruction))
+    window.check_window(settings, system, task, overheads)
+    return overheads
 
 
 async def _attempt(loop: _Loop, grade_after: Callable[[str], bool]) -> Outcome:
@@ -148,16 +162,9 @@ class _Loop:
         recorder: Recorder | None,
     ) -> _Loop:
         pack = load_prompt_pack(settings.compaction.prompt_pack)
+        overheads = check_room(task.instruction, renderer, settings.compaction)
         system = Message("system", pack.system, ids(renderer.message("system", pack.system)))
         opening = Message("user", task.instruction, ids(renderer.message("user", task.instruction)))
-        overheads = window.Overheads(
-            instruction=len(renderer.message("user", pack.summary_instruction)) + len(renderer.generation_prompt),
-            turn=len(renderer.generation_prompt)
-            + len(renderer.close([], "length"))
-            + len(renderer.message("user", "")),
-            resume=len(renderer.message("user", pack.resume_message(""))),
-        )
-        window.check_window(settings.compaction, len(system.token_ids), len(opening.token_ids), overheads)
         history = History(system, (opening,))
         return cls(
             task=task, calls=EngineCalls(engine, settings.temperature, (seed, task.id, rollout_id)),
@@ -253,8 +260,11 @@ class _Loop:
         observation = action.text
         if action.kind == "command":
             observation = await self._execute(environment, action.text, reply)
-        self._observe(reply, before, completion, observation)
-        await self._measure()
+        clipped = self._observe(reply, before, completion, observation)
+        try:
+            await self._measure()
+        finally:  # with the count that holds; a deadline in the middle leaves the turn on record all the same
+            self._record_turn(reply, clipped)
 
     async def _execute(self, environment: Environment, command: str, reply: str) -> str:
         started = time.perf_counter()
@@ -266,7 +276,7 @@ class _Loop:
         finally:
             self.environment_seconds += time.perf_counter() - started
 
-    def _observe(self, reply: str, before: np.ndarray, completion: Completion, observation: str) -> None:
+    def _observe(self, reply: str, before: np.ndarray, completion: Completion, observation: str) -> str:
         """Adds the whole turn to the history, the observation clipped so that the summary request still fits."""
         close = self.renderer.close(completion.token_ids, completion.finish_reason)
         used = self.history.tokens + len(before) + len(completion.token_ids) + len(close)
@@ -283,7 +293,7 @@ class _Loop:
         after = ids([*close, *self.renderer.message("user", clipped)])
         self.segment.observed(after)
         self.history = self.history.add(Turn(reply, clipped, before, completion.token_ids, after, completion.reasoning))
-        self._record_turn(reply, clipped)
+        return clipped
 
     async def _measure(self) -> None:
         """Lets an engine that can count a context say how long this one is."""

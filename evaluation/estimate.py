@@ -26,15 +26,15 @@ class Tokens:
     completion: float
 
 
-def assumed_tokens(settings: CompactionSettings) -> Tokens:
-    """A trial of TURNS turns that add TURN_TOKENS each, compacted as `settings` say; cap 0 ends with its window.
+def assumed_tokens(settings: CompactionSettings, turns: int) -> Tokens:
+    """A trial of `turns` turns that add TURN_TOKENS each, compacted as `settings` say; cap 0 ends with its window.
 
     Every call sends the whole window: the prompt's tokens are a sum over turns.
     """
     held, compactions = float(OPENING_TOKENS), 0
     prompt = completion = fresh = 0.0
     new = held
-    for _ in range(TURNS):
+    for _ in range(turns):
         if settings.window - held < settings.threshold and compactions < settings.cap:
             summary = settings.summary_cap / 2
             prompt, fresh, completion = prompt + held, fresh + new, completion + summary

@@ -25,7 +25,7 @@ from compaction.protocols import Task
 from compaction.rollout import Rollout
 from compaction.storage import write_rollouts
 from evaluation.failures import failure_policy
-from evaluation.harbor_results import job_json, own_part, trial_json
+from evaluation.harbor_results import OWN, job_json, own_part, trial_json
 from evaluation.paths import JobPaths, TrialPaths
 from evaluation.trial import TrialKey, TrialResult, trial_result
 
@@ -217,6 +217,12 @@ class Job:
         line |= {"repeat": trial.key.repeat, "attempt": attempt, **more}
         with self.paths.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def read_detail(paths: TrialPaths) -> str:
+    """What the trial's error said."""
+    document = json.loads(paths.result.read_text(encoding="utf-8"))
+    return str(document[OWN]["detail"])
 
 
 def set_aside(folder: Path) -> None:

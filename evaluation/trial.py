@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from compaction.protocols import CountSource
-from compaction.rollout import Rollout, StopReason
+from compaction.rollout import CompactionRecord, Rollout, StopReason
 from compaction.scaffolds import load_scaffold
 from compaction.settings import Settings
 
@@ -85,7 +85,7 @@ def trial_result(key: TrialKey, rollout: Rollout) -> TrialResult:
         compactions=rollout.n_compactions,
         compacted=bool(rollout.compactions),
         summary_tokens=tuple(rollout.summary_tokens),
-        rejected_summaries=sum(len(c.discarded) + (c.rejected is not None) for c in rollout.compactions),
+        rejected_summaries=sum(_rejected(c) for c in rollout.compactions),
         turns=len(rollout.turns),
         commands=commands,
         repeated_commands=repeated,
@@ -95,6 +95,13 @@ def trial_result(key: TrialKey, rollout: Rollout) -> TrialResult:
         cost=rollout.usage.cost,
         count_source=rollout.count_source,
     )
+
+
+def _rejected(record: CompactionRecord) -> int:
+    """Sampled summaries of one compaction that were not accepted: all that evaluation discarded, the last one too; in
+    training the one that is kept as a segment."""
+    sampled_badly = record.rejected not in (None, "grew", "context_length")
+    return len(record.discarded) or int(sampled_badly)
 
 
 def _commands(rollout: Rollout) -> tuple[int, int]:

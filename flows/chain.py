@@ -19,7 +19,7 @@ from evaluation.tasksets.datasets import Dataset
 from flows.experiment import Experiment, Variant
 from tasks import evaluate, evaluate_job, ppo, warmstart
 from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
-from tasks.endpoint_policy import EndpointPolicy
+from tasks.endpoint_policy import BudgetUsedUp, EndpointPolicy
 from tasks.errors import CommandError
 from tasks.evaluate_job import CellJob, endpoint_identity
 from tasks.policies import CheckpointPolicy
@@ -192,7 +192,7 @@ class Chain:
         cells = self.plan.cells(variant, seed)
         try:
             if self.experiment.endpoint is not None:
-                await self._cells(cells, self._endpoint(cells))
+                await self._cells(cells, await self._endpoint(cells))
                 return
             policy = await self._policy(variant, seed)  # type: ignore[arg-type]
         except Exception as error:
@@ -211,17 +211,26 @@ class Chain:
             rollout_timeout=loop.rollout_timeout,
         )
 
-    def _endpoint(self, cells: Sequence[Cell]) -> EndpointPolicy:
+    async def _endpoint(self, cells: Sequence[Cell]) -> EndpointPolicy:
+        """The endpoint, checked for all cells before the first trial, unless every cell is there already."""
         e = self.experiment
         assert e.endpoint is not None
+        assert self.plan.dataset is not None
         with explained("endpoint"):
-            return EndpointPolicy(
+            policy = EndpointPolicy(
                 e.endpoint,
                 e.summary_endpoint,
                 e.job,
                 temperature=e.agent.temperature,
                 longest_window=max(cell.window for cell in cells),
             )
+            found = [self.runner.store.lookup(self.plan.cell(c), force=self.runner.force) for c in cells]
+            to_run = [cell for cell, hit in zip(cells, found, strict=True) if not isinstance(hit, Hit)]
+            if to_run:
+                texts = [task.instruction for task in self.plan.dataset.tasks]
+                policy.check_room(texts, [cell.settings(e.agent.compaction) for cell in to_run])
+                await policy.ready()
+        return policy
 
     async def _cells(self, cells: Sequence[Cell], policy: CheckpointPolicy | EndpointPolicy) -> None:
         try:
@@ -230,6 +239,9 @@ class Chain:
                     outcome = self.results[cell] = await self._cell(cell, policy)
                     if outcome.unfinished:
                         self._failed(CommandError(f"{cell.name}: {outcome.unfinished}"))
+                except BudgetUsedUp as error:
+                    self._failed(error)
+                    break
                 except Exception as error:
                     self._failed(error)
         finally:

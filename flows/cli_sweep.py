@@ -38,6 +38,7 @@ def sweep(
     ] = None,
     threshold: Annotated[str | None, _option("Compact when fewer tokens than this are free.", AXES)] = None,
     max_response: Annotated[str | None, _option("Most tokens of one action.", AXES, "--max-response")] = None,
+    summary_cap: Annotated[str | None, _option("Most tokens of a summary.", AXES, "--summary-cap")] = None,
     prompt_pack: Annotated[
         str | None, _option("Summary instruction and resume text, by name or YAML file.", AXES, "--prompt-pack")
     ] = None,
@@ -58,6 +59,7 @@ def sweep(
     sample_seed: Annotated[
         int | None, _option("Draw the tasks of --limit at random under this seed.", TASKS, "--sample-seed")
     ] = None,
+    max_turns: Annotated[int | None, _option("Most turns of a trial.", TASKS, "--max-turns", min=1)] = None,
     repeats: Annotated[int | None, _option("Attempts per task.", TASKS, min=1)] = None,
     engine: Annotated[
         Literal["torch", "openai"] | None,
@@ -148,6 +150,7 @@ def sweep(
         "evaluation.keep_recents": keep_recent,
         "agent.compaction.threshold": threshold,
         "agent.compaction.max_response": max_response,
+        "agent.compaction.summary_cap": summary_cap,
         "agent.compaction.prompt_pack": text(prompt_pack),
         "agent.temperature": temperature,
         "variants": variants,
@@ -160,6 +163,7 @@ def sweep(
         "evaluation.dataset.limit": limit,
         "evaluation.dataset.sample_seed": sample_seed,
         "evaluation.repeats": repeats,
+        "agent.max_turns": max_turns,
         "endpoint.base_url": text(base_url),
         "endpoint.model": text(model) if served else None,
         "sft.model": None if served else text(model),

@@ -23,14 +23,23 @@ def job_costs(plan: Plan, jobs: Path) -> dict[str, str]:
         done += list(finished.values())
     measured = measured_tokens(done)
     compaction = plan.experiment.agent.compaction
-    each = {cell: measured or assumed_tokens(cell.settings(compaction)) for cell in cells}
-    basis = f"mean of {len(done):,} finished trials" if measured else f"assuming {TURNS} turns of {TURN_TOKENS} tokens"
+    turns = min(TURNS, plan.experiment.agent.max_turns)
+    each = {cell: measured or assumed_tokens(cell.settings(compaction), turns) for cell in cells}
+    basis = (
+        f"as {len(done):,} finished trials took"
+        if measured
+        else f"if a trial has {turns} turns of {TURN_TOKENS} tokens"
+    )
     prompt, sampled = (sum(left[c] * getattr(each[c], name) for c in cells) for name in ("prompt", "completion"))
     return {
         "trials": f"{sum(left.values()):,} to run, {len(done):,} done",
-        "tokens": f"about {prompt / 1e6:,.1f} M prompt and {sampled / 1e6:,.2f} M sampled ({basis} per trial)",
+        "tokens": f"about {_tokens(prompt)} prompt and {_tokens(sampled)} sampled ({basis})",
         "cost": _dollars(plan, {c: (left[c], each[c]) for c in cells}),
     }
+
+
+def _tokens(n: float) -> str:
+    return f"{n / 1e6:,.1f} M" if n >= 1e6 else f"{n / 1e3:,.1f} k"
 
 
 def _dollars(plan: Plan, trials: dict[Cell, tuple[int, Tokens]]) -> str:

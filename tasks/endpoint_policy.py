@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
-from compaction.agent import run_rollout
+from compaction.agent import check_room, run_rollout
 from compaction.engines.endpoint_settings import EndpointSettings
 from compaction.engines.openai import OpenAIEngine
 from compaction.engines.paired import PairedEngine
 from compaction.engines.preflight import check_window, preflight
 from compaction.engines.spending import Spending
 from compaction.engines.text_renderer import endpoint_renderer
-from compaction.protocols import Renderer
+from compaction.protocols import EngineError, Renderer
 from compaction.rollout import Rollout
+from compaction.settings import CompactionSettings
 from evaluation.failures import failure_policy
 from evaluation.settings import JobSettings
 from rl.requests import RolloutRequest
+from tasks.errors import CommandError
+
+
+class BudgetUsedUp(CommandError):
+    """What this command may spend is spent: nothing more is started."""
 
 
 class EndpointPolicy:
@@ -42,8 +49,19 @@ class EndpointPolicy:
     def _renderer(self) -> Renderer:
         return endpoint_renderer(self._endpoints[0])
 
+    def check_room(self, instructions: Sequence[str], settings: Sequence[CompactionSettings]) -> None:
+        """Raises WindowTooSmall where any task has no room to act under any of the settings, as far as this can be
+        told before the first reply."""
+        for compaction in settings:
+            for instruction in instructions:
+                check_room(instruction, self._renderer, compaction)
+
     async def ready(self) -> None:
-        """One small call to each endpoint, before anything else is spent."""
+        """One small call to each endpoint, before anything else is spent. Raises BudgetUsedUp once nothing is left."""
+        try:
+            self.spending.check()
+        except EngineError as error:
+            raise BudgetUsedUp(str(error)) from error
         if self._engine is not None:
             return
         engines: list[OpenAIEngine] = []

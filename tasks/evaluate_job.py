@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from compaction.settings import AgentSettings
 from compaction.storage import read_rollouts
 from compaction.summaries import load_prompt_pack
 from evaluation.grid import Cell
-from evaluation.job import Job, JobProgress, Trial
+from evaluation.job import Job, JobOutcome, JobProgress, Trial, read_detail
 from evaluation.settings import DatasetSettings, JobSettings
 from evaluation.tasksets.datasets import Dataset, ensure_images
 from evaluation.tasksets.task_folder import FolderTask
@@ -122,12 +123,22 @@ def body(job: CellJob, policy: Policy, folder: Path, settings: JobSettings) -> B
         result = record(job.cell, outcome.results, kept, stage)
         if outcome.complete:
             return result
-        errored = sum(r.reward is None for r in outcome.results)
-        missing = len(trials.trials) - len(outcome.results) + errored
-        why = f"{missing} of {len(trials.trials)} trials have no reward"
-        return Unfinished(result, f"{why} ({outcome.stopped})" if outcome.stopped else why)
+        return Unfinished(result, _why_unfinished(trials, outcome))
 
     return run
+
+
+def _why_unfinished(job: Job, outcome: JobOutcome) -> str:
+    """How many trials have no reward, and what most of them met."""
+    errored = [r for r in outcome.results if r.reward is None]
+    missing = len(job.trials) - len(outcome.results) + len(errored)
+    text = f"{missing} of {len(job.trials)} trials have no reward"
+    if outcome.stopped is not None:
+        return f"{text} ({outcome.stopped})"
+    most, count = Counter(r.error_class for r in errored).most_common(1)[0]
+    first = next(r for r in errored if r.error_class == most)
+    detail = read_detail(job.paths.trial(first.key.task, first.key.repeat))
+    return f"{text}; {count} of them {most}, such as {first.key.task}: {detail}"
 
 
 def _rollout(job: Job, key: TrialKey) -> Rollout:

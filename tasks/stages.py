@@ -93,7 +93,8 @@ def explained(title: str) -> Iterator[None]:
     except tuple(EXPECTED) as error:
         kind, advice = next(EXPECTED[known] for known in type(error).__mro__ if known in EXPECTED)
         text = str(error).rstrip(".")
-        raise kind(f"{title}: {text}. {advice}".rstrip()) from error
+        stop = "" if text.endswith(("?", "!")) else "."
+        raise kind(f"{title}: {text}{stop} {advice}".rstrip()) from error
 
 
 def failed(error: CommandError) -> State:

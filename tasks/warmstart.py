@@ -89,6 +89,7 @@ SOURCES = (
     "rl/batching.py",
     "rl/checkpoint.py",
     "rl/logprobs.py",
+    "rl/master_weights.py",
     "rl/models.py",
     "rl/optimization.py",
     "rl/packing.py",
@@ -184,7 +185,7 @@ def warmstart(
     import torch
 
     from compaction.rendering import load_renderer
-    from rl.models import load_policy, save_policy
+    from rl.models import chosen_device, load_policy, save_policy
     from rl.sft import run_sft, sft_optimizer
 
     start = _start(folder, settings, world, agent, seed)
@@ -197,7 +198,7 @@ def warmstart(
         ]
         for stage, data in enumerate(settings.data)
     ]
-    policy = load_policy(start, getattr(torch, settings.dtype))
+    policy = load_policy(start, getattr(torch, settings.dtype)).to(chosen_device())
     if not settings.data:
         save_policy(policy, folder / "checkpoint", start)
         return

@@ -24,6 +24,7 @@ LEARNING_SOURCES = (
     "rl/learner.py",
     "rl/logprobs.py",
     "rl/losses.py",
+    "rl/master_weights.py",
     "rl/models.py",
     "rl/optimization.py",
     "rl/packing.py",

@@ -56,7 +56,10 @@ def _maps(rows: Sequence[SweepRow], label: str, value: Value, text: Callable[[Sw
     known = [number for row in rows if (number := value(row)) is not None]
     if not known:
         return []
-    scale = ScalarMappable(Normalize(min(known), max(known)), colormaps["cividis"].resampled(_SHADES))
+    scale = ScalarMappable(
+        Normalize(min(known), max(known) if max(known) > min(known) else min(known) + 1),
+        colormaps["cividis"].resampled(_SHADES),
+    )
     return [
         _draw(group, label, scale, value, text)
         for group in families(rows).values()

@@ -171,6 +171,8 @@ def rank(values: Mapping[Name, Mapping[str, float]], *, repeats: int) -> dict[Na
     standings = {name: Standing(None) for name in values}
     if len(scored) < 2:
         return standings
+    if not any(score for scores in scored.values() for score in scores.values()):
+        return standings  # nothing was solved: there is no best
     best = max(_well_scored(scored), key=lambda name: float(np.mean(list(scored[name].values()))))
     for name in scored:
         comparison = compare(values[name], values[best], repeats=repeats)

@@ -131,18 +131,19 @@ def factor_lines(answers: Sequence[FactorAnswer]) -> list[str]:
     """One sentence per factor: `cap: 3 is best; 1 is inside the noise (−0.02 [−0.06, 0.01]); 0 is worse (…)`. Named by
     variant where there are several."""
     several = len({(answer.variant, answer.temperature) for answer in answers}) > 1
-    return [(f"{_family(a.variant, a.temperature)} · " if several else "") + _factor_line(a) for a in answers]
+    told = [a for a in answers if any(level.standing.verdict for level in a.levels)]
+    return [(f"{_family(a.variant, a.temperature)} · " if several else "") + _factor_line(a) for a in told]
 
 
 def _answer(rows: Sequence[SweepRow], *, prefix: bool) -> str:
     name = f"{_family(rows[0].variant, rows[0].temperature)}: " if prefix else ""
     best = next((row for row in rows if row.verdict == "best"), None)
+    if best is None and sum(row.pass_at_1 is not None for row in rows) > 1:
+        return f"{name}no setting solved a task: there is nothing to choose by."
     if best is None:
         return f"{name}fewer than two settings have a score: nothing to compare."
     others = [row for row in rows if row is not best]
     close = [row for row in others if row.verdict == "inside the noise"]
-    if best.pass_at_1 == 0:
-        return f"{name}no setting solved a task: there is nothing to choose by."
     score = f"{format_score(best.pass_at_1)} {format_interval(best.interval)}".strip()
     worse = sum(row.verdict == "worse" for row in others)
     text = (

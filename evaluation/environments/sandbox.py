@@ -149,9 +149,11 @@ class Sandbox(ABC):
             return
         self._stopped = True
         self._session = None
+        # Not `_call`: a caller that is cancelled once more while this waits its turn must not take it back.
+        removal = asyncio.wrap_future(self._thread.submit(self._removed))
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self._call(self.remove)
+                await asyncio.shield(removal)
         except TimeoutError:
             log.warning("task %s: its sandbox is not gone after %g s; left behind", self.folder.name, STOP_SECONDS)
         except InfrastructureError as error:
@@ -165,6 +167,10 @@ class Sandbox(ABC):
         if self._session is None:
             raise EnvironmentFailure(f"task {self.folder.name}: its sandbox is not running; call start() first")
         return self._session
+
+    def _removed(self) -> None:
+        self.interrupted = threading.Event()
+        self.remove()
 
     async def _call(self, work: Callable[[], T]) -> T:
         interrupted = threading.Event()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -84,7 +86,19 @@ def test_a_failed_compaction_is_no_compaction_but_the_trial_counts_as_compacted(
     )
     result = trial_result(CELL.trial_key("trail/test", "trail-7", 0), failed)
     assert (result.compactions, result.compacted, result.summary_tokens) == (0, True, ())
-    assert result.rejected_summaries == 3
+    assert result.rejected_summaries == 2
+
+
+@pytest.mark.parametrize(
+    ("discarded", "rejected", "expected"),
+    [((), None, 0), (("x",), None, 1), (("x", "y", "z"), "empty", 3), ((), "empty", 1), ((), "grew", 0),
+     ((), "context_length", 0)],
+)  # fmt: skip
+def test_each_summary_that_was_not_accepted_counts_once(discarded, rejected, expected):
+    record = replace(compaction(1, False, discarded=discarded), rejected=rejected)
+    segments = (segment("execution", 0, 4, 2), segment("summary", 1, 6))
+    failed = rollout(compactions=(record,), segments=segments, outcome=Outcome(0.0, "summary_failed"))
+    assert trial_result(CELL.trial_key("trail/test", "trail-7", 0), failed).rejected_summaries == expected
 
 
 def test_infrastructure_failure_has_no_reward_and_an_error_class():

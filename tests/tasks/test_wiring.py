@@ -47,7 +47,8 @@ STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
         evaluate.SOURCES,
         ["tasks/evaluate.py"],
         {f"rl/{name}.py" for name in
-         ("advantages", "batching", "checkpoint", "logprobs", "losses", "optimization", "packing", "rows", "settings",
+         ("advantages", "batching", "checkpoint", "logprobs", "losses", "master_weights",
+          "optimization", "packing", "rows", "settings",
           "trainer")},
     ),
 }  # fmt: skip

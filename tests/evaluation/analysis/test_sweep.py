@@ -196,6 +196,9 @@ def test_the_truly_best_setting_is_rarely_called_worse():
 def test_exactly_one_setting_is_best_and_none_has_a_higher_score(scores):
     values = {i: {str(t): x for t, x in enumerate(row)} for i, row in enumerate(scores)}
     standings = rank(values, repeats=2)
+    if not np.any(scores):  # nothing was solved
+        assert {standing.verdict for standing in standings.values()} == {None}
+        return
     (best,) = (i for i, standing in standings.items() if standing.verdict == "best")
     for i, standing in standings.items():
         assert np.mean(scores[i]) <= np.mean(scores[best])
