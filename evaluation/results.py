@@ -60,7 +60,9 @@ class CellResult(Settings):
     generated_tokens: float = Field(ge=0, description="mean sampled tokens per trial")
     prompt_tokens: float = Field(ge=0, description="mean prompt tokens per trial, cached ones included")
     cached_tokens: float = Field(ge=0, description="mean prompt tokens per trial that a kept prefix served")
-    cost: float | None = Field(ge=0, description="US dollars of all trials, of an earlier attempt of one not; null where a price is unknown")
+    cost: float | None = Field(
+        ge=0, description="US dollars of the trials' last attempts; null where a price is unknown"
+    )
     count_sources: dict[str, int] = Field(description="trials by what |h| was counted with: exact, tokenizer, estimate")
     stop_reasons: dict[str, int] = Field(description="trials by why they ended")
     task_scores: dict[str, float] = Field(

@@ -55,7 +55,9 @@ class TrialResult(Settings):
     generated_tokens: int = Field(ge=0, description="tokens sampled, discarded summaries included")
     prompt_tokens: int = Field(ge=0, description="prompt tokens over all calls, cached ones included")
     cached_tokens: int = Field(ge=0, description="prompt tokens that a kept prefix served")
-    cost: float | None = Field(ge=0, description="US dollars of this attempt, failed calls included; null where a price is unknown")
+    cost: float | None = Field(
+        ge=0, description="US dollars of this attempt, failed calls included; null where a price is unknown"
+    )
     count_source: CountSource = Field(description="what |h| was counted with: exact ids, a tokenizer, an estimate")
 
     @model_validator(mode="after")

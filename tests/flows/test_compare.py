@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from evaluation.grid import Cell
+from flows.chain import Plan
 from flows.cli import app
 from flows.compare import compare_runs
 from flows.experiment import load_experiment
@@ -52,7 +53,7 @@ def finished(
         "status": "ok",
         "results": [cell.model_dump(mode="json") for cell in cells],
         "stages": [record | {"why": "never run"}],
-        "provenance": provenance(experiment),
+        "provenance": provenance(Plan(experiment)),
         "mlflow_run_id": f"mlflow-{name}",
     }
     run.results.write_text(json.dumps(results))
