@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,13 +184,15 @@ def docker_daemon(place: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def daemon_place(tmp_path: Path) -> Iterator[Path]:
-    """Where a daemon may be; what one that was killed leaves running goes in the end."""
-    yield tmp_path
+def daemon_place() -> Iterator[Path]:
+    """Where a daemon may be; what one that was killed leaves running goes in the end. Short, as a socket's path is."""
+    place = Path(tempfile.mkdtemp(prefix="crl-d-"))
+    yield place
     for process in psutil.process_iter(["cmdline"]):
-        if any(argument.startswith(f"{tmp_path}/") for argument in process.info["cmdline"] or []):
+        if any(argument.startswith(f"{place}/") for argument in process.info["cmdline"] or []):
             process.kill()
             process.wait(10)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def test_a_job_whose_docker_daemon_dies_scores_nothing_it_has_not_seen_and_completes_when_it_is_back(

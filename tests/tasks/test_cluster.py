@@ -73,7 +73,8 @@ try:
 except CommandError as error:
     print(error)
 ours.close()
-left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+_, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
+left = [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
 assert not left, [p.cmdline() for p in left]
 assert ours._temporary is None
 """
