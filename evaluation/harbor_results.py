@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.trial import TrialResult
+from evaluation.trial import TrialResult, total_cost
 
 OWN = "compactionrl"
 """Key of our own part in Harbor's objects"""
@@ -86,7 +86,7 @@ def job_json(name: str, results: Sequence[TrialResult], n_total: int, *, started
             "n_input_tokens": sum(r.prompt_tokens for r in results),
             "n_cache_tokens": sum(r.cached_tokens for r in results),
             "n_output_tokens": sum(r.generated_tokens for r in results),
-            "cost_usd": _cost(results),
+            "cost_usd": total_cost(results),
         },
     }
 
@@ -126,11 +126,6 @@ def _pass_at_k(results: Sequence[TrialResult]) -> dict[str, float]:
     return {
         str(k): float(np.mean([1 - comb(n[t] - passed[t], k) / comb(n[t], k) for t in n])) for k in range(2, most + 1)
     }
-
-
-def _cost(results: Sequence[TrialResult]) -> float | None:
-    costs = [r.cost for r in results]
-    return None if None in costs else float(sum(cost for cost in costs if cost is not None))
 
 
 def _exception(error_class: str | None, detail: str | None, when: datetime) -> dict[str, Any]:

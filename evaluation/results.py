@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from compaction.settings import Settings
 from evaluation.analysis.statistics import Interval, bootstrap_interval, mean_std
 from evaluation.grid import Cell
-from evaluation.trial import TrialResult
+from evaluation.trial import TrialResult, total_cost
 
 K = TypeVar("K", str, int)
 
@@ -132,7 +132,7 @@ def summarize_cell(cell: Cell, trials: Sequence[TrialResult], *, mlflow_run_id: 
         generated_tokens=float(np.mean([trial.generated_tokens for trial in trials])),
         prompt_tokens=float(np.mean([trial.prompt_tokens for trial in trials])),
         cached_tokens=float(np.mean([trial.cached_tokens for trial in trials])),
-        cost=_total_cost(trials),
+        cost=total_cost(trials),
         count_sources=_counts(trial.count_source for trial in trials),
         stop_reasons=_counts(trial.stop_reason for trial in trials),
         task_scores=task_scores,
@@ -178,11 +178,6 @@ def _summary_tokens_by_task(trials: Iterable[TrialResult]) -> dict[str, float]:
     for trial in trials:
         groups[trial.key.task].extend(trial.summary_tokens)
     return {task: float(np.mean(groups[task])) for task in sorted(groups) if groups[task]}
-
-
-def _total_cost(trials: Iterable[TrialResult]) -> float | None:
-    costs = [trial.cost for trial in trials]
-    return None if None in costs else float(sum(cost for cost in costs if cost is not None))
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import Field, model_validator
 
 from compaction.protocols import CountSource
@@ -125,6 +127,12 @@ def _commands(rollout: Rollout) -> tuple[int, int]:
         text = " ".join(action.text.split())
         repeated += first_run.setdefault(text, number) < window_start
     return commands, repeated
+
+
+def total_cost(trials: Iterable[TrialResult]) -> float | None:
+    """US dollars of these trials together; None where one is unknown."""
+    costs = [trial.cost for trial in trials]
+    return None if None in costs else float(sum(cost for cost in costs if cost is not None))
 
 
 def _check_key(key: TrialKey, rollout: Rollout) -> None:

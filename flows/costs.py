@@ -8,17 +8,19 @@ from evaluation.estimate import TURN_TOKENS, TURNS, Tokens, assumed_tokens, meas
 from evaluation.grid import Cell
 from evaluation.job import Job
 from flows.chain import Plan
+from tasks.stages import explained
 
 
 def job_costs(plan: Plan, jobs: Path) -> dict[str, str]:
-    """Name → text, for the plan's end. Raises JobChanged as the run would."""
+    """Name → text, for the plan's end. Raises UserError where a task has changed since its trials ran."""
     cells = [cell for variant, seed in plan.policies for cell in plan.cells(variant, seed)]
     left: dict[Cell, int] = {}
     done = []
     for cell in cells:
         job = plan.job(cell)
         trials = job.trials()
-        finished = Job(job.folder(jobs), job.decides(), trials, concurrency=1, attempts=1).finished()
+        with explained(cell.name):
+            finished = Job(job.folder(jobs), job.decides(), trials, concurrency=1, attempts=1).finished()
         left[cell] = len(trials) - len(finished)
         done += list(finished.values())
     measured = measured_tokens(done)

@@ -37,11 +37,9 @@ class EndpointPolicy:
         temperature: float,
         longest_window: int,
     ) -> None:
-        """`longest_window`: of all cells, in tokens. Raises EndpointRefused for a max_cost without prices."""
+        """`longest_window`: of all cells, in tokens."""
         self._endpoints = [e for e in (endpoint, summary_endpoint) if e is not None]
         self.spending = Spending(job.max_cost, job.max_tokens)
-        for settings in self._endpoints:
-            self.spending.require_prices(settings)
         self._temperature, self._longest_window = temperature, longest_window
         self._engine: OpenAIEngine | PairedEngine | None = None
 
