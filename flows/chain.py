@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tasks.evaluate_job import CellJob, endpoint_identity
 from tasks.policies import CheckpointPolicy
 from tasks.real_tasks import open_dataset
 from tasks.stages import StageRunner, explained
+from tasks.wiring import engine_identity, served
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,10 @@ class Plan:
         assert self.dataset is not None
         assert settings is not None
         if e.endpoint is None:
-            policy: dict[str, Any] = {"checkpoint": self.policy(cell.variant, cell.seed).digest}  # type: ignore[arg-type]
+            policy: dict[str, Any] = {
+                "checkpoint": self.policy(cell.variant, cell.seed).digest,  # type: ignore[arg-type]
+                "engine": engine_identity(e.sampled_by, e.loop.vllm),
+            }
         else:
             policy = {"endpoint": endpoint_identity(e.endpoint)}
             if e.summary_endpoint is not None:
@@ -120,10 +124,9 @@ class Plan:
         if self.dataset is not None:
             return self.job(cell).spec()
         e = self.experiment
-        policy = self.policy(cell.variant, cell.seed)  # type: ignore[arg-type]
-        return evaluate.spec(
-            cell, policy, e.agent, e.world, e.evaluation.split, e.evaluation.n_tasks, e.evaluation.repeats
-        )
+        policy, own = self.policy(cell.variant, cell.seed), e.evaluation  # type: ignore[arg-type]
+        engine = engine_identity(e.sampled_by, e.loop.vllm)
+        return evaluate.spec(cell, policy, e.agent, e.world, own.split, own.n_tasks, own.repeats, engine)
 
     @cached_property
     def stages(self) -> list[StageSpec]:
@@ -202,14 +205,12 @@ class Chain:
             await self._cells(cells, self._checkpoint(policy, cells))
 
     def _checkpoint(self, policy: StageOutcome, cells: Sequence[Cell]) -> CheckpointPolicy:
-        loop = self.experiment.loop
-        return CheckpointPolicy(
-            policy.folder / "checkpoint",
-            self.runner.cluster,
-            slots=loop.slots,
-            max_length=max(cell.window for cell in cells),
-            rollout_timeout=loop.rollout_timeout,
+        """One engine for all cells of a checkpoint."""
+        loop, longest = self.experiment.loop, max(cell.window for cell in cells)
+        serving = partial(
+            served, self.experiment.sampled_by, policy.folder / "checkpoint", loop.vllm, loop.slots, longest
         )
+        return CheckpointPolicy(serving, self.runner.cluster, slots=loop.slots, rollout_timeout=loop.rollout_timeout)
 
     async def _endpoint(self, cells: Sequence[Cell]) -> EndpointPolicy:
         """The endpoint, checked for all cells before the first trial, unless every cell is there already."""

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compaction.engines.credentials import take_userinfo
-from flows.cli_options import BaseModel, DryRun, Force, Json, Overrides, Preset, Seeds, Variants, overrides_of, text
+from flows.cli_options import (
+    BaseModel,
+    DryRun,
+    Force,
+    Json,
+    Overrides,
+    Preset,
+    SampledBy,
+    Seeds,
+    Variants,
+    overrides_of,
+    text,
+)
 from flows.cli_sweep import sweep
 from flows.cli_tasks import app as tasks_app
 
@@ -59,6 +71,7 @@ def reproduce(
     variants: Variants = None,
     seeds: Seeds = None,
     model: BaseModel = None,
+    engine: SampledBy = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,
     json_output: Json = False,
@@ -86,7 +99,7 @@ def reproduce(
             flow,
             preset,
             overrides or [],
-            flags=overrides_of(**{"variants": variants, "seeds": seeds, "sft.model": text(model)}),
+            flags=overrides_of(**{"variants": variants, "seeds": seeds, "sft.model": text(model), "engine": engine}),
             force=force,
             dry_run=dry_run,
             json_output=json_output,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,6 +22,14 @@ BaseModel = Annotated[
         "--model",
         help="Pretrained model to start from: a transformers checkpoint's folder, or a name on the hub.",
         metavar="FOLDER|NAME",
+        show_default=False,
+    ),
+]
+SampledBy = Annotated[
+    Literal["torch", "vllm"] | None,
+    typer.Option(
+        "--engine",
+        help="What samples: torch (in-process, the default), or vllm (installed apart, see the README).",
         show_default=False,
     ),
 ]

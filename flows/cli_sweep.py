@@ -62,15 +62,15 @@ def sweep(
     max_turns: Annotated[int | None, _option("Most turns of a trial.", TASKS, "--max-turns", min=1)] = None,
     repeats: Annotated[int | None, _option("Attempts per task.", TASKS, min=1)] = None,
     engine: Annotated[
-        Literal["torch", "openai"] | None,
-        _option("torch: checkpoints of the preset; openai: an OpenAI-compatible endpoint.", MODEL),
+        Literal["torch", "vllm", "openai"] | None,
+        _option("torch, vllm: checkpoints of the preset; openai: an OpenAI-compatible endpoint.", MODEL),
     ] = None,
     base_url: Annotated[
         str | None, _option("Address before /chat/completions: [cyan]http://localhost:8000/v1[/].", MODEL, "--base-url")
     ] = None,
     model: Annotated[
         str | None,
-        _option("Its name, as the endpoint lists it; with engine torch a pretrained model's folder.", MODEL),
+        _option("Its name, as the endpoint lists it; with another engine a pretrained model's folder.", MODEL),
     ] = None,
     api_key_env: Annotated[
         str | None, _option("NAME of the variable that holds the key (default OPENAI_API_KEY).", MODEL, "--api-key-env")

@@ -18,12 +18,13 @@ from flows.presets_loader import load_settings
 from rl.settings import PPOSettings, TrainerSettings
 from tasks.ppo import LoopSettings, Training
 from tasks.warmstart import WarmstartSettings
+from tasks.wiring import SampledBy
 
 S = TypeVar("S", bound=Settings)
 
 PRESETS = Path(__file__).parent / "presets"
 
-Engine = Literal["torch", "openai"]
+Engine = Literal["torch", "vllm", "openai"]
 ENDPOINT_FIELDS = {"endpoint", "summary_endpoint"}
 TRAINING_FIELDS = {
     *("seeds", "variants", "world", "dataset", "long_window", "group_size", "sft", "critic_steps", "ppo", "trainer"),
@@ -104,7 +105,11 @@ class Experiment(Settings):
     variants: Annotated[tuple[Variant, ...], BeforeValidator(_variants)] = Field(
         ("base", "compactionrl", "no-summary-loss"), min_length=1, description="policies to compare, or `all`"
     )
-    engine: Engine = Field("torch", description="torch: checkpoints that this experiment trains; openai: an endpoint")
+    engine: Engine = Field(
+        "torch",
+        description="torch: checkpoints that this experiment trains, sampled in-process; vllm: the same, sampled by "
+        "vLLM; openai: an endpoint",
+    )
     endpoint: EndpointSettings | None = Field(None, description="the endpoint of engine openai")
     summary_endpoint: EndpointSettings | None = Field(None, description="another model that writes the summaries")
     world: TrailSettings = TrailSettings()
@@ -128,10 +133,14 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _somebody_acts(self) -> Experiment:
-        if self.engine == "torch" and self.sft is None:
-            raise ValueError("engine torch trains a model and needs sft; take a preset that has it, such as tiny")
-        if self.engine == "torch" and (self.endpoint or self.summary_endpoint):
-            raise ValueError("an endpoint is given, but engine is torch; set engine to openai (--engine openai)")
+        if self.engine != "openai" and self.sft is None:
+            raise ValueError(
+                f"engine {self.engine} trains a model and needs sft; take a preset that has it, such as tiny"
+            )
+        if self.engine != "openai" and (self.endpoint or self.summary_endpoint):
+            raise ValueError(
+                f"an endpoint is given, but engine is {self.engine}; set engine to openai (--engine openai)"
+            )
         if self.engine == "openai" and self.endpoint is None:
             raise ValueError("engine openai needs an endpoint: --base-url http://HOST:PORT/v1 --model NAME")
         if self.engine == "openai" and self.evaluation.dataset is None:
@@ -162,7 +171,12 @@ class Experiment(Settings):
             ppo = changed(ppo, {"group_size": self.group_size})
         agent = changed(self.agent, {"compaction": compaction, "mode": "training"})
         trainer = changed(self.trainer, changes.get("trainer", {}) | {"temperature": self.agent.temperature})
-        return Training(ppo, trainer, agent, self.world, self.dataset, self.loop, seed)
+        return Training(ppo, trainer, agent, self.world, self.dataset, self.loop, seed, self.sampled_by)
+
+    @property
+    def sampled_by(self) -> SampledBy:
+        """The engine that serves this experiment's checkpoints."""
+        return "vllm" if self.engine == "vllm" else "torch"
 
     @property
     def warmstart(self) -> WarmstartSettings:

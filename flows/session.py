@@ -85,6 +85,7 @@ class Request:
     def experiment(self) -> Experiment:
         """Raises UserError: everything is checked before anything starts."""
         from flows.experiment import load_experiment
+        from rl.engines.vllm_version import require_vllm
         from rl.pretrained import local_model
         from tasks.real_tasks import open_dataset
         from tasks.stages import explained
@@ -93,6 +94,9 @@ class Request:
         for dataset in (experiment.evaluation.dataset, experiment.dataset):
             if dataset is not None:
                 open_dataset(dataset)
+        if experiment.engine == "vllm" and not experiment.loop.vllm.servers:
+            with explained("--engine vllm"):
+                require_vllm()
         if experiment.sft is not None and experiment.sft.model is not None:
             with explained("--model"):
                 local_model(experiment.sft.model)

@@ -33,3 +33,11 @@ class CheckpointNotFound(TrainingError):
 
 class UnsupportedModel(ValueError):
     """A model that this engine or trainer would not compute right; the message says why and what to use instead."""
+
+
+class EngineNotInstalled(TrainingError):
+    """The engine that was asked for is not installed, or in another version than its weight updates are made for."""
+
+
+class NotEnoughGpus(TrainingError):
+    """A stage needs more GPUs than the cluster has."""

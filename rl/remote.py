@@ -5,17 +5,68 @@ Imports no torch: a driver that only waits for others does not need it.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError, WorkerCrashedError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl.errors import NotEnoughGpus
 
 PROCESS_DIED = (ActorDiedError, ActorUnavailableError, OutOfMemoryError, WorkerCrashedError)
 
 
-def actor(cls: type) -> Any:
+@dataclass(frozen=True)
+class Seat:
+    """Where an actor runs: its part of a placement group. Without one it claims no GPU."""
+
+    group: Any = None
+    place: int = 0
+    gpus: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        """What Ray is told of it."""
+        if self.group is None:
+            return {}
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.place)
+        return {"num_gpus": self.gpus, "scheduling_strategy": strategy}
+
+
+def actor(cls: type, seat: Seat = Seat()) -> Any:
     """`cls` as a Ray actor. It claims no CPU: the flow bounds what runs side by side."""
-    return ray.remote(num_cpus=0, max_restarts=0)(cls)
+    return ray.remote(num_cpus=0, max_restarts=0, **seat.options())(cls)
+
+
+def cluster_gpus() -> float:
+    return float(ray.cluster_resources().get("GPU", 0.0))
+
+
+@asynccontextmanager
+async def seated(gpus: Sequence[float]) -> AsyncIterator[list[Seat]]:
+    """Seats for actors that work together, with that many GPUs each: all are free at once, or the wait goes on.
+
+    In a cluster without GPUs nobody claims any. Raises NotEnoughGpus where the cluster could never hold them.
+    """
+    there, needed = cluster_gpus(), sum(gpus)
+    if there == 0:
+        yield [Seat() for _ in gpus]
+        return
+    if needed > there:
+        raise NotEnoughGpus(
+            f"{needed:g} GPUs are needed ({' + '.join(f'{n:g}' for n in gpus)}), the cluster has {there:g}: lower "
+            "loop.workers, loop.trainer_gpus or loop.vllm.gpu_share"
+        )
+    claimed = [number for number, n in enumerate(gpus) if n > 0]
+    group = placement_group([{"GPU": gpus[number]} for number in claimed], strategy="PACK")
+    try:
+        await group.ready()
+        yield [Seat(group, claimed.index(number), n) if number in claimed else Seat() for number, n in enumerate(gpus)]
+    finally:
+        remove_placement_group(group)
 
 
 async def result_of(reference: Any) -> Any:

@@ -82,6 +82,31 @@ class SFTSettings(ForwardSettings):
     max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
 
 
+class VllmSettings(Settings):
+    """How vLLM serves a checkpoint; each replica is one rollout process (`loop.workers` of them)."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of weights and activations while sampling; auto = the checkpoint's"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one replica")
+    gpu_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="part of a GPU that a replica claims from Ray and of its memory that vLLM takes; below 1 the "
+        "trainer can use the same GPU",
+    )
+    cpu_cache_gib: int = Field(1, ge=1, description="memory for keys and values on a CPU, in GiB")
+    eager: bool = Field(False, description="no CUDA graphs: starts faster, samples slower; on a CPU always so")
+    servers: tuple[str, ...] = Field(
+        (),
+        description="addresses of running vLLM servers, one per replica, instead of vLLM in this program's processes",
+    )
+    shared_folder: str | None = Field(
+        None, description="folder that the servers see too, for new weights; null = a temporary one of this machine"
+    )
+
+
 class LossSettings(Settings):
     """The policy loss (paper section on the token-level loss)."""
 

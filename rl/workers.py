@@ -9,29 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
 import torch
 
 from compaction.agent import run_rollout
-from compaction.protocols import Engine, Renderer
-from compaction.rendering import load_renderer
+from compaction.protocols import Renderer
 from compaction.rollout import Outcome, Rollout
 from compaction.storage import read_rollouts, write_rollouts
 from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
-from rl.engines.torch_engine import TorchEngine
 from rl.errors import CheckpointError, WorkerDied, WorkerLost
-from rl.models import load_policy
-from rl.remote import PROCESS_DIED, actor, one_thread, result_of
+from rl.remote import PROCESS_DIED, Seat, actor, one_thread, result_of
 from rl.requests import RolloutRequest
 from rl.rows import Row
+from rl.serving import ServedEngine, Serving
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
 
@@ -42,34 +40,6 @@ ROLLOUTS = "rollouts.parquet"
 """A checkpoint's finished rollouts that are not yet trained"""
 
 logger = logging.getLogger(__name__)
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine whose weights can be swapped."""
-
-    def load_weights(self, state_dict: Mapping[str, Any], version: int) -> None: ...
-
-
-class Serving(Protocol):
-    """What a rollout process serves. Picklable: it travels there, and loads there."""
-
-    def load(self) -> tuple[ServedEngine, Renderer]: ...
-
-
-@dataclass(frozen=True)
-class TorchServing:
-    """The in-process engine on a checkpoint folder."""
-
-    checkpoint: Path
-    slots: int
-    """Rollouts at once"""
-    max_length: int
-    """Most tokens of one of them, the window at least"""
-
-    def load(self) -> tuple[ServedEngine, Renderer]:
-        """Raises CheckpointNotFound."""
-        policy = load_policy(self.checkpoint)
-        return TorchEngine(policy, slots=self.slots, max_length=self.max_length), load_renderer(self.checkpoint)
 
 
 class RolloutActor:
@@ -124,11 +94,18 @@ def rollout_limit(request: RolloutRequest, rollout_timeout: float) -> float:
 class RolloutWorker:
     """The driver's handle on one rollout actor. A dead actor is replaced and gets the weights again."""
 
-    def __init__(self, serving: Serving, *, slots: int, rollout_timeout: float = 3_600.0) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        *,
+        slots: int,
+        rollout_timeout: float = 3_600.0,
+        seat: Seat = Seat(),  # noqa: B008
+    ) -> None:
         """`slots`: rollouts at once; `rollout_timeout`: seconds of one, its task's own deadline not counted."""
         self.slots = slots
         self._rollout_timeout = rollout_timeout
-        self._start = lambda: actor(RolloutActor).remote(serving, slots, rollout_timeout)
+        self._start = lambda: actor(RolloutActor, seat).remote(serving, slots, rollout_timeout)
         self._actor = self._start()
         self._weights: tuple[Any, int] | None = None
         self._deaths = 0
@@ -268,8 +245,8 @@ class TrainerHandle:
     itself raises: TrainingDiverged, CheckpointError, CheckpointNotFound.
     """
 
-    def __init__(self, checkpoint: Path, settings: TrainerSettings) -> None:
-        self._actor = actor(TrainerActor).remote(str(checkpoint), settings)
+    def __init__(self, checkpoint: Path, settings: TrainerSettings, seat: Seat = Seat()) -> None:  # noqa: B008
+        self._actor = actor(TrainerActor, seat).remote(str(checkpoint), settings)
 
     async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
         return await self._await(self._actor.call.remote("values", rows))

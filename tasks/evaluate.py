@@ -43,9 +43,16 @@ TRIALS = TypeAdapter(list[TrialResult])
 
 
 def spec(
-    cell: Cell, policy: StageSpec, agent: AgentSettings, world: TrailSettings, split: Split, n_tasks: int, repeats: int
+    cell: Cell,
+    policy: StageSpec,
+    agent: AgentSettings,
+    world: TrailSettings,
+    split: Split,
+    n_tasks: int,
+    repeats: int,
+    engine: dict[str, Any],
 ) -> StageSpec:
-    """The cell's name by content. The policy comes in as its stage's digest."""
+    """The cell's name by content. The policy comes in as its stage's digest; `engine` says what serves it."""
     return StageSpec(
         stage="evaluate",
         label=cell.name,
@@ -58,6 +65,7 @@ def spec(
             "split": split,
             "n_tasks": n_tasks,
             "repeats": repeats,
+            "engine": engine,
         },
         parents={"policy": policy.digest},
         packages=SOURCES,

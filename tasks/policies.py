@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Protocol
 
 from compaction.rollout import Rollout
 from rl.requests import RolloutRequest
 from tasks.cluster import Cluster
+
+if TYPE_CHECKING:
+    from rl.serving import Serving
 
 
 class Policy(Protocol):
@@ -26,20 +30,26 @@ class Policy(Protocol):
 class CheckpointPolicy:
     """A checkpoint's rollout worker, started for the first cell that has to run."""
 
-    def __init__(
-        self, checkpoint: Path, cluster: Cluster, *, slots: int, max_length: int, rollout_timeout: float
-    ) -> None:
-        self._checkpoint, self._cluster = checkpoint, cluster
-        self._slots, self._max_length, self._rollout_timeout = slots, max_length, rollout_timeout
+    def __init__(self, serving: Callable[[], Serving], cluster: Cluster, *, slots: int, rollout_timeout: float) -> None:
+        """`serving`: made when it is needed, because what it is made of takes seconds to import."""
+        self._serving, self._cluster = serving, cluster
+        self._slots, self._rollout_timeout = slots, rollout_timeout
         self._worker: Any = None
+        self._seat = AsyncExitStack()
+        self._starting = asyncio.Lock()
 
     async def ready(self) -> None:
         self._cluster.ensure()
-        from rl.workers import RolloutWorker, TorchServing
+        from rl.remote import seated
+        from rl.workers import RolloutWorker
 
-        if self._worker is None:
-            serving = TorchServing(self._checkpoint, self._slots, self._max_length)
-            self._worker = RolloutWorker(serving, slots=self._slots, rollout_timeout=self._rollout_timeout)
+        async with self._starting:
+            if self._worker is None:
+                serving = self._serving()
+                (seat,) = await self._seat.enter_async_context(seated([serving.gpus]))
+                self._worker = RolloutWorker(
+                    serving, slots=self._slots, rollout_timeout=self._rollout_timeout, seat=seat
+                )
 
     async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Many at once, in one call of the worker."""
@@ -52,3 +62,4 @@ class CheckpointPolicy:
     async def close(self) -> None:
         if self._worker is not None:
             self._worker.stop()
+        await self._seat.aclose()

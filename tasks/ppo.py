@@ -19,12 +19,20 @@ from compaction.settings import AgentSettings, Settings
 from compaction.storage import write_rollouts
 from evaluation.settings import DatasetSettings
 from evaluation.tasksets.trail import TrailSettings
-from rl.settings import PPOSettings, TrainerSettings
+from rl.settings import PPOSettings, TrainerSettings, VllmSettings
 from tasks.caching import StageOutcome, StageSpec
 from tasks.cluster import Cluster
 from tasks.real_tasks import SANDBOX_SOURCES, dataset_identity, dataset_tasks
 from tasks.stages import Body, StageRun
-from tasks.wiring import LEARNING_SOURCES, ROLLOUT_SOURCES, longest_sequence, training_tasks
+from tasks.wiring import (
+    LEARNING_SOURCES,
+    ROLLOUT_SOURCES,
+    SampledBy,
+    engine_identity,
+    longest_sequence,
+    served,
+    training_tasks,
+)
 
 CHECKPOINTS = "checkpoints"
 EVENTS = "events.jsonl"
@@ -58,6 +66,8 @@ class LoopSettings(Settings):
         description="seconds of a rollout beyond its task's own deadline; then it counts as an infrastructure failure",
     )
     checkpoint_every: int = Field(10, ge=1, description="steps between checkpoints")
+    trainer_gpus: float = Field(0.5, ge=0, description="GPUs that the trainer claims from Ray, where there are any")
+    vllm: VllmSettings = VllmSettings()
 
 
 @dataclass(frozen=True)
@@ -72,13 +82,15 @@ class Training:
     """Real tasks instead of the world"""
     loop: LoopSettings
     seed: int
+    engine: SampledBy = "torch"
 
     def settings(self) -> dict[str, Any]:
         models = {"ppo": self.ppo, "trainer": self.trainer, "agent": self.agent, "world": self.world}
         return {name: model.model_dump(mode="json") for name, model in models.items()} | {
             "seed": self.seed,
             "dataset": self.dataset and dataset_identity(self.dataset),
-            "loop": self.loop.model_dump(mode="json", exclude={"checkpoint_every"}),
+            "loop": self.loop.model_dump(mode="json", exclude={"checkpoint_every", "trainer_gpus", "vllm"}),
+            "engine": engine_identity(self.engine, self.loop.vllm),
         }
 
 
@@ -137,8 +149,9 @@ async def _loop(
     from rl.events import EventLog
     from rl.learner import Learner
     from rl.ppo import PPO
+    from rl.remote import seated
     from rl.requests import RequestStream
-    from rl.workers import RolloutWorker, TorchServing, TrainerHandle
+    from rl.workers import RolloutWorker, TrainerHandle
 
     ppo, loop = training.ppo, training.loop
     tasks_seed = 2 * training.seed + (name == "ppo")
@@ -147,18 +160,21 @@ async def _loop(
     else:
         tasks = dataset_tasks(training.dataset, tasks_seed)
     stream = RequestStream(tasks, training.agent, training.seed, name, ppo.batch_size, ppo.group_size)
-    serving = TorchServing(checkpoint, loop.slots, longest_sequence(training.agent))
-    with ExitStack() as ending:
-        events = EventLog(stage.folder / EVENTS)
-        ending.callback(events.close)
-        workers = []
-        for _ in range(loop.workers):
-            workers.append(RolloutWorker(serving, slots=loop.slots, rollout_timeout=loop.rollout_timeout))
-            ending.callback(workers[-1].stop)
-        trainer = TrainerHandle(checkpoint, training.trainer)
-        ending.callback(trainer.stop)
-        kind = AsyncPPO if ppo.max_staleness else PPO
-        yield kind(ppo, stream, workers, Learner(ppo, trainer), events.emit)
+    longest = longest_sequence(training.agent)
+    replicas = [served(training.engine, checkpoint, loop.vllm, loop.slots, longest, n) for n in range(loop.workers)]
+    async with seated([loop.trainer_gpus, *(replica.gpus for replica in replicas)]) as (own, *seats):
+        with ExitStack() as ending:
+            events = EventLog(stage.folder / EVENTS)
+            ending.callback(events.close)
+            workers = []
+            for replica, seat in zip(replicas, seats, strict=True):
+                worker = RolloutWorker(replica, slots=loop.slots, rollout_timeout=loop.rollout_timeout, seat=seat)
+                ending.callback(worker.stop)
+                workers.append(worker)
+            trainer = TrainerHandle(checkpoint, training.trainer, own)
+            ending.callback(trainer.stop)
+            kind = AsyncPPO if ppo.max_staleness else PPO
+            yield kind(ppo, stream, workers, Learner(ppo, trainer), events.emit)
 
 
 async def _steps(loop: Any, training: Training, stage: StageRun, *, update_policy: bool) -> dict[str, list[Any]]:

@@ -21,6 +21,8 @@ from evaluation.job import JobBusy, JobChanged
 from rl.errors import (
     CheckpointError,
     CheckpointNotFound,
+    EngineNotInstalled,
+    NotEnoughGpus,
     NoUsableRollouts,
     TrainingDiverged,
     UnsupportedModel,
@@ -43,6 +45,8 @@ EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
     CheckpointError: (CommandError, ""),
     CheckpointNotFound: (UserError, ""),
     UnsupportedModel: (UserError, ""),
+    EngineNotInstalled: (UserError, ""),
+    NotEnoughGpus: (UserError, ""),
     TemplateNotSupported: (UserError, "The model cannot be trained turn by turn with this chat template"),
     WindowTooSmall: (UserError, ""),
     EndpointRefused: (UserError, ""),

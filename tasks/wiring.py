@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
 from compaction.protocols import Task
 from compaction.settings import AgentSettings
 from evaluation.tasksets.trail import TrailSettings, trail_tasks
 from rl.requests import TaskSource
+from rl.settings import VllmSettings
+
+if TYPE_CHECKING:
+    from rl.serving import Serving
+
+SampledBy = Literal["torch", "vllm"]
+"""Engines that serve a checkpoint"""
 
 ROLLOUT_SOURCES = (
     "compaction",
@@ -14,6 +24,7 @@ ROLLOUT_SOURCES = (
     "evaluation/environments/shell_words.py",
     "rl/engines",
     "rl/requests.py",
+    "rl/serving.py",
     "rl/workers.py",
 )
 LEARNING_SOURCES = (
@@ -49,3 +60,21 @@ def training_tasks(world: TrailSettings, seed: int, n: int) -> TaskSource:
 def longest_sequence(agent: AgentSettings) -> int:
     """Tokens that an engine's slot must hold for one rollout of `agent`: its window, whatever fills it."""
     return agent.compaction.window
+
+
+def served(
+    engine: SampledBy, checkpoint: Path, vllm: VllmSettings, slots: int, max_length: int, number: int = 0
+) -> Serving:
+    """How replica `number` serves a checkpoint."""
+    from rl.serving import TorchServing, VllmServing
+
+    if engine == "torch":
+        return TorchServing(checkpoint, slots, max_length)
+    server = vllm.servers[number % len(vllm.servers)] if vllm.servers else None
+    return VllmServing(checkpoint, slots, max_length, vllm, server)
+
+
+def engine_identity(engine: SampledBy, vllm: VllmSettings) -> dict[str, Any]:
+    """What of the engine decides a result's last bits."""
+    named: dict[str, Any] = {"name": engine}
+    return named if engine == "torch" else named | vllm.model_dump(mode="json", include={"dtype", "tensor_parallel"})

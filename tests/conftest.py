@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REQUIRE_ALL = os.environ.get("COMPACTIONRL_REQUIRE_ALL") == "1"
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
@@ -67,6 +69,20 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of vLLM run in the environment that has it (`make test-vllm`), and are no part of the others."""
+    if not HAS_VLLM:
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: make test-vllm"))
+
+
+def _may_skip(item: pytest.Item) -> bool:
+    return item.get_closest_marker("may_skip") is not None or (
+        not HAS_VLLM and item.get_closest_marker("vllm") is not None
+    )
+
+
 def _fail_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
     report.outcome = "failed"
@@ -77,7 +93,7 @@ def _fail_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     expected_failure = hasattr(report, "wasxfail")
-    if REQUIRE_ALL and report.skipped and not expected_failure and item.get_closest_marker("may_skip") is None:
+    if REQUIRE_ALL and report.skipped and not expected_failure and not _may_skip(item):
         _fail_skipped(report)
     return report
 

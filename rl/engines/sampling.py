@@ -45,17 +45,18 @@ def sample(logits: Tensor, samplers: list[RequestSampler]) -> tuple[np.ndarray, 
     Inverse CDF on softmax(logits / temperature) in fp32, summed in fp64. At temperature 0 the token is the argmax and
     its logprob that of the untempered softmax. Raises FloatingPointError on non-finite logits.
     """
+    logits = logits.cpu()  # one order of summation everywhere: CUDA has no deterministic cumulative sum
     temperatures = np.array([s.temperature for s in samplers], dtype=np.float32)
     draws = np.array([s.draw() for s in samplers])
-    scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1.0).astype(np.float32)).to(logits.device)
+    scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1.0).astype(np.float32))
     probabilities = torch.softmax(logits.float() / scale[:, None], dim=-1)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    targets = torch.from_numpy(draws).to(logits.device)[:, None] * cumulative[:, -1:]
+    targets = torch.from_numpy(draws)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)
     if not temperatures.all():
-        greedy = torch.from_numpy(temperatures == 0).to(logits.device)[:, None]
+        greedy = torch.from_numpy(temperatures == 0)[:, None]
         tokens = torch.where(greedy, probabilities.argmax(dim=-1, keepdim=True), tokens)
-    logprobs = probabilities.gather(1, tokens).log_()[:, 0].cpu().numpy()
+    logprobs = probabilities.gather(1, tokens).log_()[:, 0].numpy()
     if not np.isfinite(logprobs).all():
         raise FloatingPointError("the model's logits are not finite")
-    return tokens[:, 0].cpu().numpy(), logprobs
+    return tokens[:, 0].numpy(), logprobs

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from compaction.protocols import Completion, ContextLengthError, EngineError, FinishReason, GenerateRequest
+from compaction.protocols import Completion, EngineError, FinishReason, GenerateRequest
+from rl.engines.calls import Call, check_request, end_tokens
 from rl.engines.direct_forward import DirectForward
 from rl.engines.kv_cache import NewTokens, lay_out
 from rl.engines.sampling import RequestSampler, sample
@@ -24,30 +24,10 @@ STEP_TOKENS = 8192
 
 
 @dataclass(eq=False)
-class _Call:
-    """One request from its arrival to its completion."""
+class _Call(Call):
+    """One request from its arrival to its completion, with its random stream."""
 
-    request: GenerateRequest
-    future: asyncio.Future[Completion]
-    sampler: RequestSampler
-    cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def stamp(self, version: int) -> None:
-        """Stamps the tokens that have no version yet."""
-        self.versions += [version] * (len(self.token_ids) - len(self.versions))
-
-    def completion(self, reason: FinishReason) -> Completion:
-        return Completion(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            finish_reason=reason,
-            prompt_tokens=len(self.request.prompt_ids),
-            cached_tokens=self.cached_tokens,
-        )
+    sampler: RequestSampler = field(kw_only=True)
 
 
 @dataclass(eq=False)
@@ -87,7 +67,7 @@ class TorchEngine:
         self._waiting: deque[_Call] = deque()
         self._driver: asyncio.Task[None] | None = None
         self._clock = 0
-        self._stops = _end_tokens(model)
+        self._stops = frozenset(end_tokens(getattr(model, "generation_config", None), model.config))
         self.max_length = max_length
         self.version = version
         self.generated_tokens = 0
@@ -105,9 +85,9 @@ class TorchEngine:
         Raises ContextLengthError for a prompt longer than `max_length`; EngineError for a request that cannot be
         served as it stands, and when the engine fails while it is served.
         """
-        self._check(request)
+        check_request(request, self.max_length, self._model.config.vocab_size)
         sampler = RequestSampler(request.seed, request.temperature, request.max_tokens)
-        call = _Call(request, asyncio.get_running_loop().create_future(), sampler)
+        call = _Call(request, asyncio.get_running_loop().create_future(), sampler=sampler)
         self._waiting.append(call)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -122,8 +102,8 @@ class TorchEngine:
         slot = self._by_rollout.pop(rollout_id, None)
         if slot is None:
             return
-        if slot.call is not None and not slot.call.future.done():
-            slot.call.future.set_exception(EngineError(f"rollout {rollout_id!r} was released during its call"))
+        if slot.call is not None:
+            slot.call.fail(EngineError(f"rollout {rollout_id!r} was released during its call"))
         slot.clear()
 
     def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
@@ -140,23 +120,6 @@ class TorchEngine:
             if slot.call is not None:
                 slot.call.stamp(self.version)
         self.version = version
-
-    def _check(self, request: GenerateRequest) -> None:
-        length, vocabulary = len(request.prompt_ids), self._model.config.vocab_size
-        if length > self.max_length:
-            raise ContextLengthError(f"the prompt has {length} tokens, the engine takes {self.max_length}")
-        if length == 0 or request.max_tokens < 1:
-            raise EngineError(
-                f"a request needs a prompt and max_tokens of at least 1, got {length} tokens and {request.max_tokens}"
-            )
-        if length + request.max_tokens > self.max_length:
-            raise EngineError(
-                f"prompt ({length}) + max_tokens ({request.max_tokens}) = {length + request.max_tokens} tokens, "
-                f"the engine takes {self.max_length}; lower max_tokens or give the engine a larger max_length"
-            )
-        low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
-        if low < 0 or high >= vocabulary:
-            raise EngineError(f"prompt ids reach from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}")
 
     async def _drive(self) -> None:
         """Steps until there is nothing to do; whoever waits learns of a failure."""
@@ -176,8 +139,7 @@ class TorchEngine:
     def _fail(self, error: EngineError) -> None:
         calls = [slot.call for slot in self._slots if slot.call is not None] + list(self._waiting)
         for call in calls:
-            if not call.future.done():
-                call.future.set_exception(error)
+            call.fail(error)
         self._waiting.clear()
         self._by_rollout.clear()
         self._cache.clear()
@@ -258,8 +220,7 @@ class TorchEngine:
         slot.call = None
         self._touch(slot)
         call.stamp(self.version)
-        if not call.future.done():
-            call.future.set_result(call.completion(reason))
+        call.finish(reason)
 
     def _touch(self, slot: _Slot) -> None:
         self._clock += 1
@@ -287,13 +248,3 @@ def _common_prefix(left: list[int], right: list[int]) -> int:
     if left[:shorter] == right[:shorter]:
         return shorter
     return next(i for i in range(shorter) if left[i] != right[i])
-
-
-def _end_tokens(model: Any) -> frozenset[int]:
-    """End tokens of the generation config, else of the config; without any, only max_tokens ends a reply."""
-    ends = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
-    if ends is None:
-        ends = model.config.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)

@@ -32,8 +32,9 @@ from rl.learner import Learner
 from rl.ppo import PPO
 from rl.remote import one_thread
 from rl.requests import RequestStream
+from rl.serving import TorchServing
 from rl.settings import PPOSettings
-from rl.workers import RolloutWorker, TorchServing, TrainerHandle
+from rl.workers import RolloutWorker, TrainerHandle
 from tasks.cluster import Cluster
 from tasks.wiring import longest_sequence, training_tasks
 from tests.benchmarks.bench_step import short_sft

@@ -25,7 +25,8 @@ from rl.learner import Learner
 from rl.ppo import PPO
 from rl.remote import one_thread
 from rl.requests import RequestStream
-from rl.workers import RolloutWorker, TorchServing, TrainerHandle
+from rl.serving import TorchServing
+from rl.workers import RolloutWorker, TrainerHandle
 from tasks.cluster import Cluster
 from tasks.ppo import Training
 from tasks.warmstart import WarmstartSettings, warmstart

@@ -24,10 +24,11 @@ from rl.learner import Learner, StepResult
 from rl.models import load_policy, save_policy
 from rl.ppo import PPO
 from rl.requests import RequestStream, RolloutRequest
+from rl.serving import Serving, TorchServing
 from rl.settings import PPOSettings, TinySettings, TrainerSettings
 from rl.tiny import make_tiny_checkpoint
 from rl.trainer import Trainer
-from rl.workers import RolloutActor, Serving, TorchServing
+from rl.workers import RolloutActor
 
 WORLD = TrailSettings(min_length=3, max_length=5, pointer_names=8, parts=6, max_facts=3, max_turns=8)
 PACK = """\

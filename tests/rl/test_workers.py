@@ -20,8 +20,9 @@ from rl.checkpoint import latest_checkpoint
 from rl.errors import CheckpointError, CheckpointNotFound, TrainingDiverged, WorkerLost
 from rl.models import load_policy
 from rl.requests import RolloutRequest
+from rl.serving import TorchServing
 from rl.settings import TrainerSettings
-from rl.workers import Resumed, RolloutWorker, TorchServing, TrainerHandle
+from rl.workers import Resumed, RolloutWorker, TrainerHandle
 from tests.rl.samples import random_rows
 from tests.rl.small import HeldTask, LethalTask, LocalWorker, agent_settings, request, serving, typed_tasks
 

@@ -1,0 +1,107 @@
+"""A vLLM server that runs elsewhere, by token ids over HTTP; its weights are updated through a folder that both see.
+
+Start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs (README).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from torch import Tensor
+
+from compaction.protocols import Completion, EngineError, GenerateRequest
+from rl.engines.calls import check_request, end_tokens
+from rl.engines.weight_sync import START, CheckpointWeights, HttpSync
+from rl.settings import VllmSettings
+
+
+class VllmServer:
+    """One replica behind HTTP. Its weights' version is the server's own, stamped on every token that it samples."""
+
+    def __init__(self, address: str, checkpoint: Path, settings: VllmSettings, *, max_length: int) -> None:
+        """Raises EngineError where the server does not answer or was not started as it must be."""
+        from transformers import AutoConfig, GenerationConfig
+
+        config: Any = AutoConfig.from_pretrained(checkpoint).get_text_config()
+        own = (checkpoint / "generation_config.json").is_file()
+        self._stops = sorted(end_tokens(GenerationConfig.from_pretrained(checkpoint) if own else None, config))
+        self._vocabulary = config.vocab_size
+        self._address = address.rstrip("/")
+        self._client = httpx.AsyncClient(timeout=None)
+        folder = settings.shared_folder or tempfile.mkdtemp(prefix="compactionrl-weights-")
+        self._sync = HttpSync(
+            self._address, checkpoint, Path(folder), CheckpointWeights(checkpoint, tied=config.tie_word_embeddings)
+        )
+        self._sync.init_weight_transfer_engine({"max_length": max_length})
+        self.max_length = max_length
+        self.version = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Samples until an end token or `max_tokens`.
+
+        Raises ContextLengthError for a prompt longer than `max_length`; EngineError where the server fails or gives
+        the request up.
+        """
+        check_request(request, self.max_length, self._vocabulary)
+        body = {
+            "token_ids": request.prompt_ids.tolist(),
+            "cache_salt": f"{self.version}/{request.rollout_id}",
+            "sampling_params": {
+                "temperature": request.temperature,
+                "top_p": 1.0,
+                "max_tokens": request.max_tokens,
+                "seed": request.seed >> 1,  # torch takes 63 bits
+                "logprobs": 0,
+                "stop_token_ids": self._stops,
+                "detokenize": False,
+            },
+        }
+        try:
+            response = await self._client.post(f"{self._address}/inference/v1/generate", json=body)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the vLLM server {self._address} failed: {type(error).__name__} {error}") from error
+        if response.status_code != httpx.codes.OK:
+            raise EngineError(f"the vLLM server refused a request: {response.status_code} {response.text[:300]}")
+        return completion_of(response.json()["choices"][0], len(request.prompt_ids))
+
+    async def release(self, rollout_id: str) -> None:
+        """Nothing is held for a rollout but its prefix, which makes room when room is needed."""
+
+    def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
+        """Takes new weights; requests in flight wait meanwhile, and go on with the new ones.
+
+        Raises EngineError for weights that do not fit or that the server does not take; the old ones keep serving.
+        """
+        self._sync.load(state_dict, version)
+        self.version = version
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+        shutil.rmtree(self._sync.folder, ignore_errors=True)
+
+
+def completion_of(choice: dict[str, Any], prompt_tokens: int) -> Completion:
+    """What a server's choice says. Raises EngineError for one without logprobs or versions, or that was given up."""
+    token_ids = choice.get("token_ids") or []
+    logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise EngineError(f"the vLLM server ended the request as {reason!r} after {len(token_ids)} tokens")
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"the vLLM server gave {len(logprobs)} logprobs for {len(token_ids)} tokens; {START}")
+    versions = np.full(len(token_ids), -1, np.int32)
+    for span in choice.get("weight_versions") or ():
+        versions[span["start"] : span["end"]] = int(span["version"])
+    return Completion(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        versions=versions,
+        finish_reason=reason,
+        prompt_tokens=prompt_tokens,
+    )

@@ -1,0 +1,179 @@
+"""How new weights reach vLLM: behind four methods, the ones that vLLM's own weight-transfer clients have.
+
+`init_weight_transfer_engine` once, then for every update `start_weight_update`, `update_weights`,
+`finish_weight_update`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compaction.protocols import EngineError
+from rl.engines.weights import EMBEDDING, HEAD, Shapes, check_weights
+
+UPDATE_SECONDS = 300.0
+"""How long a server may take for one step of an update"""
+START = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs"
+
+
+class WeightSync(Protocol):
+    """One way into a serving vLLM."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Opens the way; before the first update."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Nothing is sampled from here on, and what was computed with the old weights is forgotten."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Hands over weights."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The weights serve from here on, under that version."""
+        ...
+
+
+class CheckpointWeights:
+    """What a checkpoint's weights are called and how large they are, and the weights themselves to fall back on."""
+
+    def __init__(self, checkpoint: Path, *, tied: bool) -> None:
+        self._files = sorted(checkpoint.glob("*.safetensors"))
+        self._tied = tied
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in self._files:
+            with safe_open(file, framework="pt") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        if tied and EMBEDDING in shapes:
+            shapes[HEAD] = shapes[EMBEDDING]
+        self.shapes: Shapes = shapes
+
+    def checked(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as vLLM must get them. Raises EngineError for what does not fit or is not finite.
+
+        The head of tied embeddings goes with them under its own name: on a CPU vLLM keeps a packed copy of it, which
+        no other name renews.
+        """
+        check_weights(state_dict, self.shapes, tied=self._tied)
+        head = {HEAD: state_dict[EMBEDDING]} if self._tied and EMBEDDING in state_dict else {}
+        return dict(state_dict) | head
+
+    def read(self) -> dict[str, Tensor]:
+        return {name: tensor for file in self._files for name, tensor in load_file(file).items()}
+
+
+class ReloadSync:
+    """Into a vLLM of this process, through its executor: on CPU and GPU, on every rank of a tensor-parallel one."""
+
+    def __init__(self, engine: Any, checkpoint: CheckpointWeights) -> None:
+        self._engine, self._checkpoint = engine, checkpoint
+        self._serving: Mapping[str, Tensor] | None = None
+        """The weights last taken: those of the checkpoint as long as there are none"""
+
+    def load(self, state_dict: Mapping[str, Tensor], version: int) -> None:
+        """One whole update. Raises EngineError, and the old weights keep serving."""
+        weights = self._checkpoint.checked(state_dict)
+        self.start_weight_update()
+        try:
+            self.update_weights({"state_dict": weights})
+        except Exception as error:
+            # What vLLM had taken so far is of no use: the old weights again, whole.
+            old = self._checkpoint.read() if self._serving is None else self._serving
+            self.update_weights({"state_dict": self._checkpoint.checked(old)})
+            raise EngineError(
+                f"vLLM did not take the weights of version {version} ({type(error).__name__}: {error}); the old ones "
+                "keep serving"
+            ) from error
+        self._serving = state_dict
+        self.finish_weight_update(str(version))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Nothing to open."""
+
+    def start_weight_update(self) -> None:
+        """Between two steps nothing is sampled anyway; running requests compute their keys and values again."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._engine.collective_rpc("take_weights", args=(update_info["state_dict"],))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if weight_version is not None:
+            self._engine.set_weight_version(weight_version)
+
+
+class HttpSync:
+    """Into a vLLM server, which reads the weights from a folder that it sees too."""
+
+    def __init__(self, address: str, source: Path, folder: Path, checkpoint: CheckpointWeights) -> None:
+        self._address, self._source, self._checkpoint = address, source, checkpoint
+        self._client = httpx.Client(timeout=UPDATE_SECONDS)
+        self.folder = folder
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Finds out whether the server is one that can be trained with. Raises EngineError."""
+        found = self._call("GET", "/server_info?config_format=json").json()["vllm_config"]["model_config"]
+        mode, longest = found["logprobs_mode"], found["max_model_len"]
+        if mode != "processed_logprobs":
+            raise EngineError(f"the server's --logprobs-mode is {mode}; the one to train with is processed_logprobs")
+        if longest < init_info["max_length"]:
+            raise EngineError(
+                f"the server takes {longest} tokens, the window needs {init_info['max_length']}: --max-model-len"
+            )
+        self._name("0")
+
+    def load(self, state_dict: Mapping[str, Tensor], version: int) -> None:
+        """One whole update. Raises EngineError; until the server has taken all of them the old ones keep serving."""
+        weights = self._checkpoint.checked(state_dict)
+        self.start_weight_update()
+        try:
+            self.update_weights({"state_dict": weights, "version": version})
+            self._name(str(version))
+        finally:
+            self.finish_weight_update()
+
+    def start_weight_update(self) -> None:
+        self._call("POST", "/pause?mode=keep")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        folder = self.folder / f"version-{update_info['version']}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        shutil.copyfile(self._source / "config.json", folder / "config.json")
+        save_file(
+            {n: t.contiguous().clone() for n, t in update_info["state_dict"].items()}, folder / "model.safetensors"
+        )
+        try:
+            self._call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if weight_version is not None:
+            self._name(weight_version)
+        self._call("POST", "/resume")
+
+    def _name(self, version: str) -> None:
+        self._call("POST", "/update_weight_version", {"new_version": version})
+
+    def _call(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        try:
+            response = self._client.request(method, f"{self._address}{path}", json=body)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the vLLM server {self._address} does not answer: {error}; {START}") from error
+        if response.status_code != httpx.codes.OK:
+            raise EngineError(
+                f"the vLLM server {self._address} refused {path}: {response.status_code} {response.text[:300]}; {START}"
+            )
+        return response
