@@ -38,9 +38,10 @@ from compaction.rollout import (
     StopReason,
     TurnRecord,
 )
-from compaction.scaffolds import Scaffold, load_scaffold
+from compaction.scaffolds import Action, Scaffold, load_scaffold
 from compaction.settings import AgentSettings, CompactionSettings
 from compaction.summaries import PromptPack, judge_summary, load_prompt_pack
+from compaction.thinking import UNCLOSED, split_thinking
 
 _log = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ class _Loop:
         rollout_id: str,
         recorder: Recorder | None,
     ) -> _Loop:
+        renderer = renderer.with_thinking(settings.thinking)
         pack = load_prompt_pack(settings.compaction.prompt_pack)
         overheads = check_room(task.instruction, renderer, settings.compaction)
         system = Message("system", pack.system, ids(renderer.message("system", pack.system)))
@@ -253,7 +255,11 @@ class _Loop:
         if completion.text is not None and completion.prompt_tokens:  # the engine's own count of this very context
             self.history = self.history.measured(completion.prompt_tokens - len(before))
         reply = self._text(completion)
-        action = self.scaffold.parse(reply, completion.finish_reason)
+        _, said = split_thinking(reply, self._opens_thinking(completion))
+        if said is None:
+            action = Action("malformed", UNCLOSED)
+        else:
+            action = self.scaffold.parse(said, completion.finish_reason)
         if action.kind == "finish":
             self._record_turn(reply, "")
             raise _Stop("finished")
@@ -278,19 +284,20 @@ class _Loop:
 
     def _observe(self, reply: str, before: np.ndarray, completion: Completion, observation: str) -> str:
         """Adds the whole turn to the history, the observation clipped so that the summary request still fits."""
-        close = self.renderer.close(completion.token_ids, completion.finish_reason)
-        used = self.history.tokens + len(before) + len(completion.token_ids) + len(close)
+        used = self.history.tokens + len(before) + len(completion.token_ids)
         room = window.observation_room(self.settings.compaction, used, self.compactions_left, self.overheads)
+
+        def rendered(text: str) -> list[int]:
+            message = self.renderer.message("user", text)
+            return self.renderer.follow(completion.token_ids, completion.finish_reason, message)
+
         clipped = window.clip(
-            observation,
-            lambda text: len(self.renderer.message("user", text)) <= room,
-            self.renderer.encode,
-            self.renderer.decode,
+            observation, lambda text: len(rendered(text)) <= room, self.renderer.encode, self.renderer.decode
         )
         if clipped is None:
             self._record_turn(reply, observation)
             raise _Stop("context_full", "no room for the observation")
-        after = ids([*close, *self.renderer.message("user", clipped)])
+        after = ids(rendered(clipped))
         self.segment.observed(after)
         self.history = self.history.add(Turn(reply, clipped, before, completion.token_ids, after, completion.reasoning))
         return clipped
@@ -303,6 +310,10 @@ class _Loop:
 
     def _text(self, completion: Completion) -> str:
         return self.renderer.decode(completion.token_ids) if completion.text is None else completion.text
+
+    def _opens_thinking(self, completion: Completion) -> bool | None:
+        """Whether the prompt opened the thinking; of a text from elsewhere, that is not known."""
+        return self.renderer.opens_thinking if completion.text is None else None
 
     def _record_turn(self, action: str, observation: str) -> None:
         self.turns.append(TurnRecord(len(self.segments), action, observation, self.history.tokens))
@@ -347,7 +358,8 @@ class _Loop:
                 self._record_compaction("", self.history.tokens, None, 0, "context_length")
                 raise _Stop("summary_failed", str(error)) from error
             text = self._text(completion)
-            verdict = judge_summary(text, completion.finish_reason, self.pack, self.scaffold)
+            _, said = split_thinking(text, self._opens_thinking(completion))
+            verdict = judge_summary(said, completion.finish_reason, self.pack, self.scaffold)
             controls = self.renderer.special_ids.intersection(completion.token_ids[:-1].tolist())
             rejected = "role_play" if controls else verdict.rejected
             if rejected is None or training:

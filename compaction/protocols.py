@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
+
+Tools = tuple[dict[str, Any], ...]
+"""Functions that a model may call, each in the JSON that chat templates and endpoints take"""
 
 CountSource = Literal["exact", "tokenizer", "estimate"]
 """Where token counts come from: the model's own ids, a tokenizer that counted its texts, or characters per token"""
@@ -212,27 +215,53 @@ class Recorder(Protocol):
 
 
 class Renderer(Protocol):
-    """Turns messages into token ids, each exactly once, and ids back into text. Works per message, append-only."""
+    """Turns messages into token ids, each exactly once, and ids back into text. Works per message, append-only.
+
+    Sampled ids are never changed, and stand in the context as they are.
+    """
 
     generation_prompt: tuple[int, ...]
     """Ids that open an assistant message; the model samples what follows."""
     special_ids: frozenset[int]
     """Control tokens: they never stand inside a well-formed reply, only at its end"""
+    end_ids: tuple[int, ...]
+    """Tokens that end a reply, the template's own first; none where no ids are the model's"""
+    opens_thinking: bool | None
+    """Whether the generation prompt opens the thinking, so that a reply holds only its end; None where unknown"""
+    takes_tools: bool
+    """Whether tools can be defined in the system message by the template itself"""
+    takes_results: bool
+    """Whether there are messages of role tool"""
     count_source: CountSource
     """What the number of ids is worth as a count of the model's tokens"""
 
-    def message(self, role: Literal["system", "user"], text: str) -> list[int]:
-        """Ids of one whole message. Special tokens inside `text` stay text."""
+    def with_thinking(self, thinking: bool | None) -> Renderer:
+        """The same renderer for a model that is to think, or not, before it says something; None: as it does."""
+        ...
+
+    def message(self, role: Literal["system", "user"], text: str, tools: Tools = ()) -> list[int]:
+        """Ids of one whole message. Special tokens inside `text` stay text. `tools` are defined in a system message."""
+        ...
+
+    def results(self, texts: Sequence[str]) -> list[int]:
+        """Ids of the messages of role tool that answer the calls of one reply, in order."""
         ...
 
     def close(self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason) -> list[int]:
         """Context ids that complete an assistant message after the sampled ids (the end token, if it was cut)."""
         ...
 
+    def follow(
+        self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason, message: Sequence[int]
+    ) -> list[int]:
+        """Context ids after the sampled ids: what completes them, and `message`, whose first id is left out where the
+        model ended its reply with it."""
+        ...
+
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, no message around it."""
+        """Ids of a reply's text, no message around it. Special tokens stay text."""
         ...
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Text of sampled ids without the end token; control tokens inside it show as their text."""
+        """Text of sampled ids without the token that ended them; control tokens inside it show as their text."""
         ...

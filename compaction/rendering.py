@@ -2,137 +2,174 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from compaction.protocols import CountSource, FinishReason
+from compaction.chat_template import ChatTemplate, Frame, TemplateNotSupported
+from compaction.protocols import CountSource, FinishReason, Tools
 
-_PROBE = "\u241f"
-"""A symbol no template contains: marks where a message's content stands in the rendered template."""
-
-
-class TemplateNotSupported(ValueError):
-    """The chat template cannot be rendered message by message. The message says where it breaks."""
+_OF_REPLIES = re.compile(r"</?(think|tool_call|arg_key|arg_value)>")
+"""Tokens that stand in a well-formed reply, even where a tokenizer marks them special"""
 
 
 class ChatTemplateRenderer:
-    """Renders with a `transformers` tokenizer's chat template, which must be append-only per message.
+    """Renders with a `transformers` tokenizer's chat template, message by message, replies as they were sampled.
 
     The text around a message's content comes from the template and may hold special tokens; the content is encoded
-    apart, with special tokens split, so that text that looks like a control token stays text.
+    apart, so that text in it that looks like a token of the template stays text.
 
-    Raises TemplateNotSupported at construction when the template refuses a conversation of system, user and assistant
-    messages, or renders a message differently alone and among others.
+    Raises TemplateNotSupported at construction where that cannot be done (see `ChatTemplate`), or where no token that
+    ends a reply is known. `rewrites` says what the template itself would do to earlier messages, one sentence each.
     """
 
-    def __init__(self, tokenizer: Any, count_source: CountSource = "exact") -> None:
-        """`count_source`: "tokenizer" where the engine renders by itself and these ids only count for it."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        count_source: CountSource = "exact",
+        *,
+        ends: Sequence[int] = (),
+        thinking: bool | None = None,
+    ) -> None:
+        """`count_source`: "tokenizer" where the engine renders by itself and these ids only count for it.
+
+        `ends`: tokens that end a reply beside the tokenizer's eos_token (a generation_config.json lists them).
+        `thinking`: the template's enable_thinking; None leaves it to the template.
+        """
         self.count_source: CountSource = count_source
-        self._tokenizer = tokenizer
-        self._text = _as_plain_text(tokenizer)
+        self._tokenizer, self._ends = tokenizer, tuple(ends)
         if not tokenizer.chat_template or tokenizer.eos_token_id is None:
             raise TemplateNotSupported("the tokenizer needs a chat template and an eos_token; set both in its folder")
-        frames = {role: self._frame(role) for role in ("system", "user", "assistant")}
-        self._check_append_only(frames)
-        self._around = {role: (self._control(a), self._control(b)) for role, (a, b) in frames.items()}
-        self.generation_prompt = tuple(self._control(self._opening()))
-        marked = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self.special_ids = frozenset(int(i) for i in (*tokenizer.all_special_ids, *marked))
-        self._eos = int(tokenizer.eos_token_id)
-        tail = self._around["assistant"][1]
-        if self._eos not in tail:
-            raise TemplateNotSupported(
-                f"the template closes an assistant message with {tokenizer.decode(tail)!r}, which lacks the end token "
-                f"{tokenizer.eos_token!r}; set eos_token to the token that ends a reply"
-            )
-        self._after_eos = tail[tail.index(self._eos) + 1 :]
+        self._template = ChatTemplate(tokenizer, thinking)
+        self.rewrites = self._template.rewrites
+        self.takes_tools, self.takes_results = self._template.takes_tools, self._template.results is not None
+        self.opens_thinking: bool | None = self._template.generation_prompt.rstrip().endswith("<think>")
+        self.special_ids = _special_ids(tokenizer)
+        self._reply = _backend(tokenizer)
+        self._content = _backend(tokenizer, _markup(tokenizer))
+        self._controls: dict[str, list[int]] = {}
+        self.generation_prompt = tuple(self._control(self._template.generation_prompt))
+        self.end_ids, self._closing = self._reply_end()
+        self._variants = {thinking: self}
 
-    def message(self, role: Literal["system", "user"], text: str) -> list[int]:
-        before, after = self._around[role]
-        return [*before, *self.encode(text), *after]
+    def with_thinking(self, thinking: bool | None) -> ChatTemplateRenderer:
+        if thinking not in self._variants:
+            made = ChatTemplateRenderer(self._tokenizer, self.count_source, ends=self._ends, thinking=thinking)
+            self._variants[thinking] = made
+        return self._variants[thinking]
+
+    def message(self, role: Literal["system", "user"], text: str, tools: Tools = ()) -> list[int]:
+        return self._rendered(self._template.system(tools) if role == "system" else self._template.user, text)
+
+    def results(self, texts: Sequence[str]) -> list[int]:
+        if self._template.results is None:
+            raise ValueError("the chat template has no messages of role tool; give results as a user message")
+        return self._rendered(self._template.results, *texts)
 
     def close(self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason) -> list[int]:
-        ended = len(sampled) > 0 and int(sampled[-1]) == self._eos
-        return list(self._after_eos) if ended else [self._eos, *self._after_eos]
+        return list(self._closing[1:] if self._ended(sampled) else self._closing)
+
+    def follow(
+        self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason, message: Sequence[int]
+    ) -> list[int]:
+        closing = self.close(sampled, finish_reason)
+        is_open = not closing and self._ended(sampled) and int(sampled[-1]) == message[0]
+        return [*closing, *(message[1:] if is_open else message)]
 
     def encode(self, text: str) -> list[int]:
-        if not text:
-            return []
-        return list(self._text.encode(text, add_special_tokens=False).ids)
+        return list(self._reply.encode(text, add_special_tokens=False).ids) if text else []
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        kept = [int(i) for i in token_ids]
-        if kept and kept[-1] == self._eos:
-            kept.pop()
-        return str(self._text.decode(kept, skip_special_tokens=False))
+        kept = [int(i) for i in (token_ids[:-1] if self._ended(token_ids) else token_ids)]
+        return str(self._reply.decode(kept, skip_special_tokens=False))
 
-    def _template(self, messages: list[dict[str, str]], generation: bool = False) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation))
-        except TemplateError as error:
-            roles = [m["role"] for m in messages]
-            raise TemplateNotSupported(f"the chat template refuses messages of roles {roles}: {error}") from error
+    def _ended(self, sampled: Sequence[int] | np.ndarray) -> bool:
+        return len(sampled) > 0 and int(sampled[-1]) in self.end_ids
+
+    def _rendered(self, frame: Frame, *contents: str) -> list[int]:
+        out = list(self._control(frame.before))
+        for number, content in enumerate(contents):
+            written = frame.written(content)
+            out += self._control(frame.between) if number else []
+            out += self._content.encode(written, add_special_tokens=False).ids if written else []
+        return out + self._control(frame.after)
 
     def _control(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        """Ids of text that is the template's own."""
+        if text not in self._controls:
+            self._controls[text] = list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        return self._controls[text]
 
-    def _opening(self) -> str:
-        """The generation prompt's text."""
-        asked = [{"role": "system", "content": _PROBE}, {"role": "user", "content": _PROBE}]
-        closed, opened = self._template(asked), self._template(asked, generation=True)
-        if not opened.startswith(closed) or opened == closed:
-            raise TemplateNotSupported("the chat template adds no generation prompt after the messages")
-        return opened.removeprefix(closed)
+    def _reply_end(self) -> tuple[tuple[int, ...], list[int]]:
+        """(tokens that end a reply, the template's own first; what closes a reply that was cut).
 
-    def _frame(self, role: str) -> tuple[str, str]:
-        """The template's text before and after the content of one message of that role."""
-        first = [] if role == "system" else [{"role": "system", "content": _PROBE}]
-        if role == "assistant":
-            first.append({"role": "user", "content": _PROBE})
-        lead = self._template(first) if first else ""
-        whole = self._template([*first, {"role": role, "content": _PROBE}])
-        own = whole.removeprefix(lead)
-        if not whole.startswith(lead):
-            raise TemplateNotSupported(f"the chat template rewrites earlier messages when a {role} message follows")
-        if own.count(_PROBE) != 1:
+        Templates like GLM's put nothing behind a reply: there the model ends it with what opens the next message, and
+        the next message closes it.
+        """
+        ends = tuple(dict.fromkeys((int(self._tokenizer.eos_token_id), *self._ends)))
+        tail = self._control(self._template.reply_end)
+        own = next((i for i in tail if i in ends), None)
+        closing = [] if own is None else tail[tail.index(own) :]
+        if own is None and not tail:
+            opener = self._control(self._template.user.before)[:1]
+            own = next((i for i in opener if i in self._ends), None)
+        if own is None:
             raise TemplateNotSupported(
-                f"the chat template shows the content of a {role} message {own.count(_PROBE)} times"
+                f"the template closes an assistant message with {self._template.reply_end!r}, which lacks the end "
+                f"token {self._tokenizer.eos_token!r}; set eos_token to the token that ends a reply, or list it in "
+                "generation_config.json as eos_token_id"
             )
-        before, after = own.split(_PROBE)
-        return before, after
-
-    def _check_append_only(self, frames: dict[str, tuple[str, str]]) -> None:
-        """Later messages leave earlier ones as they were, and the frames put together are the whole conversation."""
-        framed = {role: before + "b" + after for role, (before, after) in frames.items()}
-        start, turn_end = framed["system"] + framed["user"], "b" + frames["assistant"][1] + framed["user"]
-        messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "b"}]
-        rendered = self._template(messages)
-        for _ in range(2):
-            messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "b"}]
-            longer = self._template(messages)
-            if not longer.startswith(rendered) or not longer.startswith(start) or not longer.endswith(turn_end):
-                raise TemplateNotSupported("the chat template renders earlier messages differently when others follow")
-            rendered = longer
+        return (own, *(i for i in ends if i != own)), closing
 
 
-def _as_plain_text(tokenizer: Any) -> Tokenizer:
-    """The tokenizer's own backend, to which special tokens inside a text are text; far faster than the wrapper."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    marked = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    ids = {int(i) for i in (*tokenizer.all_special_ids, *marked)}
+    return frozenset(i for i in ids if not _OF_REPLIES.fullmatch(tokenizer.convert_ids_to_tokens(i)))
+
+
+def _markup(tokenizer: Any) -> frozenset[str]:
+    """Tokens that are not special, but that the template writes: <tool_response>, for one."""
+    source = str(tokenizer.chat_template)
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if not token.special)
+    return frozenset(text for text in added if text in source)
+
+
+def _backend(tokenizer: Any, as_text: frozenset[str] = frozenset()) -> Tokenizer:
+    """The tokenizer's own backend, far faster than the wrapper, to which special tokens inside a text are text, and so
+    are the tokens `as_text`."""
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in as_text
+    backend = Tokenizer.from_str(json.dumps(described))
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     return backend
 
 
-def load_renderer(folder: str | Path, count_source: CountSource = "exact") -> ChatTemplateRenderer:
+def load_renderer(
+    folder: str | Path, count_source: CountSource = "exact", *, thinking: bool | None = None
+) -> ChatTemplateRenderer:
     """The renderer of a checkpoint folder's tokenizer. Raises FileNotFoundError naming a missing folder."""
     from transformers import AutoTokenizer  # not at import: the ground floor stays light
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"checkpoint folder {folder} does not exist")
-    return ChatTemplateRenderer(AutoTokenizer.from_pretrained(str(folder)), count_source)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    return ChatTemplateRenderer(tokenizer, count_source, ends=_listed_ends(Path(folder)), thinking=thinking)
+
+
+def _listed_ends(folder: Path) -> tuple[int, ...]:
+    """End tokens as an engine finds them: those of the generation config, else of the config."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if ends is not None:
+            return (ends,) if isinstance(ends, int) else tuple(ends)
+    return ()

@@ -44,6 +44,9 @@ class AgentSettings(Settings):
 
     compaction: CompactionSettings = CompactionSettings()
     scaffold: str = Field("bash-block", description="how a reply becomes a command: bash-block, or shell-line (tiny)")
+    thinking: bool | None = Field(
+        None, description="let the model think before each action: the chat template's enable_thinking; null = its own"
+    )
     temperature: float = Field(1.0, ge=0, description="sampling temperature of actions and summaries; 0 = greedy")
     max_turns: int = Field(250, ge=1, description="turn limit of a rollout")
     mode: Literal["training", "evaluation"] = Field(

@@ -80,10 +80,15 @@ class Verdict:
     rejected: str | None = None
 
 
-def judge_summary(text: str, finish_reason: FinishReason, pack: PromptPack, scaffold: Scaffold) -> Verdict:
-    """A summary ended by itself, has a body, calls no tool, plays no other role and is not an action."""
+def judge_summary(text: str | None, finish_reason: FinishReason, pack: PromptPack, scaffold: Scaffold) -> Verdict:
+    """A summary ended by itself, has a body, calls no tool, plays no other role and is not an action.
+
+    `text` is what stands behind the thinking; None where the thinking never ended.
+    """
     if finish_reason == "length":
         return Verdict(None, "endless")
+    if text is None:
+        return Verdict(None, "unclosed_thinking")
     if not text.strip():
         return Verdict(None, "empty")
     if TOOL_CALL.search(text):

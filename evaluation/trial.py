@@ -10,6 +10,7 @@ from compaction.protocols import CountSource
 from compaction.rollout import CompactionRecord, Rollout, StopReason
 from compaction.scaffolds import load_scaffold
 from compaction.settings import Settings
+from compaction.thinking import split_thinking
 
 
 class TrialKey(Settings):
@@ -119,7 +120,8 @@ def _commands(rollout: Rollout) -> tuple[int, int]:
     first_run: dict[str, int] = {}
     commands = repeated = 0
     for number, turn in enumerate(rollout.turns):
-        action = scaffold.parse(turn.action, "stop")
+        _, said = split_thinking(turn.action)
+        action = scaffold.parse(said or "", "stop")
         if action.kind != "command":
             continue
         commands += 1

@@ -145,6 +145,11 @@ class Experiment(Settings):
             raise ValueError("engine openai needs an endpoint: --base-url http://HOST:PORT/v1 --model NAME")
         if self.engine == "openai" and self.evaluation.dataset is None:
             raise ValueError("engine openai is evaluated on real tasks: --dataset bench12, or a folder of task folders")
+        if self.engine == "openai" and self.agent.thinking is not None:
+            raise ValueError(
+                f"agent.thinking={self.agent.thinking} needs the chat template, which is the endpoint's own; leave it "
+                "null, and say it to the server: endpoint.request_extra={chat_template_kwargs: {enable_thinking: …}}"
+            )
         unpriced = [e.model for e in (self.endpoint, self.summary_endpoint) if e is not None and not e.priced]
         if self.job.max_cost is not None and unpriced:
             raise ValueError(f"job.max_cost needs the prices of {', '.join(unpriced)}: --price INPUT,CACHED,OUTPUT")

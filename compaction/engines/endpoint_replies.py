@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from compaction.engines.endpoint_errors import Failure, shown
 from compaction.engines.endpoint_settings import EndpointSettings
 from compaction.protocols import FinishReason, Usage
-
-_THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
-"""Thinking at the start of a reply; without its end where the reply was cut in it"""
-_THOUGHT_END = re.compile(r"(.*?)</think>\s*", re.DOTALL)
-"""Thinking that the chat template opened, so that only its end is in the reply"""
+from compaction.thinking import split_thinking
 
 
 class MalformedReply(ValueError):
@@ -112,7 +107,8 @@ class ReplyBuilder:
             return Failure("refusal", f"{where}: {shown(self.settings, detail)}", usage=self.usage)
         reasoning = _joined(self._thoughts)
         if not reasoning:  # the server did not set it apart
-            reasoning, text = _split_thought(text)
+            reasoning, said = split_thinking(text)
+            text = said or ""
         usage = self.usage
         reasoning_tokens = _count((self._usage or {}).get("completion_tokens_details"), "reasoning_tokens")
         ids = _tokens(self._token_ids)
@@ -134,14 +130,6 @@ def _finish(reason: str | None, usage: Usage | None, max_tokens: int) -> FinishR
     if reason in ("stop", "tool_calls", "function_call"):
         return "stop"
     return "length" if usage is not None and usage.completion_tokens >= max_tokens else "stop"
-
-
-def _split_thought(text: str) -> tuple[str, str]:
-    """(thinking, reply) of a text that holds both."""
-    thought = _THOUGHT.match(text)
-    if thought is None and "<think>" not in text:
-        thought = _THOUGHT_END.match(text)
-    return (thought.group(1).strip(), text[thought.end() :]) if thought else ("", text)
 
 
 def _content(content: Any) -> str:

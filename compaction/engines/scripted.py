@@ -40,7 +40,7 @@ class ScriptedEngine:
 def scripted_completion(text: str, request: GenerateRequest, renderer: Renderer, version: int = 0) -> Completion:
     """`text` as if a model had sampled it in answer to `request`."""
     tokens = renderer.encode(text)
-    end = renderer.close(tokens, "length")[:1]
+    end = renderer.end_ids[:1]
     ended = len(tokens) + 1 <= request.max_tokens
     tokens = [*tokens, *end] if ended else tokens[: request.max_tokens]
     return Completion(

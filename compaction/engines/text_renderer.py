@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from compaction.engines.endpoint_settings import EndpointSettings
-from compaction.protocols import CountSource, FinishReason, Renderer
+from compaction.protocols import CountSource, FinishReason, Renderer, Tools
 from compaction.rendering import load_renderer
 
 MESSAGE_TOKENS = 4
@@ -29,6 +30,9 @@ class TextRenderer:
 
     generation_prompt = (0,) * MESSAGE_TOKENS
     special_ids: frozenset[int] = frozenset()
+    end_ids: tuple[int, ...] = ()
+    opens_thinking: bool | None = None
+    takes_tools = takes_results = True  # the endpoint's own template sees to both
 
     def __init__(self, chars_per_token: float = 3.0) -> None:
         self.count_source: CountSource = "estimate"
@@ -47,11 +51,23 @@ class TextRenderer:
             self._characters = _FORGETTING * self._characters + characters
             self._tokens = _FORGETTING * self._tokens + tokens
 
-    def message(self, role: Literal["system", "user"], text: str) -> list[int]:
-        return [0] * (math.ceil(len(text) / self.chars_per_token * _MARGIN) + MESSAGE_TOKENS)
+    def with_thinking(self, thinking: bool | None) -> TextRenderer:
+        return self
+
+    def message(self, role: Literal["system", "user"], text: str, tools: Tools = ()) -> list[int]:
+        defined = text + "".join(json.dumps(tool) for tool in tools)
+        return [0] * (math.ceil(len(defined) / self.chars_per_token * _MARGIN) + MESSAGE_TOKENS)
+
+    def results(self, texts: Sequence[str]) -> list[int]:
+        return [i for text in texts for i in self.message("user", text)]
 
     def close(self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason) -> list[int]:
         return []
+
+    def follow(
+        self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason, message: Sequence[int]
+    ) -> list[int]:
+        return list(message)
 
     def encode(self, text: str) -> list[int]:
         """Code points: texts are clipped between characters."""

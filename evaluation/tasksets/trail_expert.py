@@ -76,7 +76,7 @@ class TrailExpert:
         self._vocabulary = _Vocabulary(world)
         self._renderer = renderer
         self._settings = settings
-        self._end = renderer.close([], "length")[0]
+        self._end = renderer.end_ids[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if not request.messages:

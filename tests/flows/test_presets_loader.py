@@ -149,6 +149,7 @@ ENDPOINT = ["endpoint.base_url=http://localhost:1/v1", "endpoint.model=m", "eval
         ("tiny", ENDPOINT[:2], "an endpoint is given, but engine is torch"),
         ("endpoint", ["engine=torch"], "engine torch trains a model and needs sft"),
         ("endpoint", ["engine=openia", *ENDPOINT], "did you mean openai"),
+        ("endpoint", [*ENDPOINT, "agent.thinking=false"], "say it to the server: endpoint.request_extra"),
     ],
 )
 def test_who_acts_is_asked_for_with_the_flag_that_is_missing(preset: str, overrides: list[str], message: str) -> None:
