@@ -49,7 +49,7 @@ class VllmEngine:
         config: Any = AutoConfig.from_pretrained(checkpoint).get_text_config()
         self._vocabulary = config.vocab_size
         self._stops = sorted(end_tokens(_generation_config(checkpoint), config))
-        self._engine = _start(checkpoint, settings, slots, max_length)
+        self._engine = _start(checkpoint, _dtype(settings, config), settings, slots, max_length)
         self._sync = ReloadSync(self._engine, CheckpointWeights(checkpoint, tied=config.tie_word_embeddings))
         self._calls: dict[str, Call] = {}
         self._names = count()
@@ -189,7 +189,12 @@ def _generation_config(checkpoint: Path) -> Any:
     return GenerationConfig.from_pretrained(checkpoint) if (checkpoint / "generation_config.json").is_file() else None
 
 
-def _start(checkpoint: Path, settings: VllmSettings, slots: int, max_length: int) -> Any:
+def _dtype(settings: VllmSettings, config: Any) -> str:
+    """The checkpoint's own where it is not set: vLLM's auto would serve float32 weights in half precision."""
+    return str(config.dtype or torch.float32).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
+
+
+def _start(checkpoint: Path, dtype: str, settings: VllmSettings, slots: int, max_length: int) -> Any:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         # Rules that the torch engine and the trainer keep to; kernels of vLLM break them.
@@ -204,7 +209,7 @@ def _start(checkpoint: Path, settings: VllmSettings, slots: int, max_length: int
                     model=str(checkpoint),
                     skip_tokenizer_init=True,
                     generation_config="vllm",  # the checkpoint's own sampling defaults are not ours
-                    dtype=settings.dtype,
+                    dtype=dtype,
                     seed=0,
                     max_model_len=max_length,
                     max_num_seqs=slots,

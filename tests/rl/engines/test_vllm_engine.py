@@ -41,7 +41,7 @@ def checkpoint(models: dict[int, Any], tmp_path_factory: pytest.TempPathFactory)
 def started(checkpoint: Path) -> Any:
     from rl.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(checkpoint, VllmSettings(dtype="float32"), slots=4, max_length=120)
+    return VllmEngine(checkpoint, VllmSettings(), slots=4, max_length=120)
 
 
 @pytest.fixture
