@@ -16,7 +16,7 @@ from typing import Any
 from evaluation.grid import Cell, greedy_cell, one_factor_cells, product_cells
 from evaluation.job import set_aside
 from evaluation.tasksets.datasets import Dataset
-from flows.experiment import Experiment, Variant
+from flows.experiment import UNTRAINED, Experiment, Variant
 from tasks import evaluate, evaluate_job, ppo, warmstart
 from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
 from tasks.endpoint_policy import BudgetUsedUp, EndpointPolicy
@@ -49,6 +49,11 @@ class Plan:
         e = self.experiment
         return warmstart.spec(e.warmstart, e.world, e.agent, seed)
 
+    def zero_shot(self) -> StageSpec:
+        """The pretrained model as a checkpoint: the same for every seed."""
+        e = self.experiment
+        return replace(warmstart.spec(e.as_it_is, e.world, e.agent, 0), label="none, zero-shot")
+
     def critic_training(self, variant: Variant, seed: int) -> ppo.Training | None:
         """Critic pretraining sees the variant's rollouts and none of its loss: those that roll out alike share it."""
         training = self.experiment.training(variant, seed)
@@ -63,6 +68,8 @@ class Plan:
 
     def policy(self, variant: Variant, seed: int) -> StageSpec:
         """The stage that makes the variant's checkpoint: `sft` for base, else its `ppo`."""
+        if variant == "zero-shot":
+            return self.zero_shot()
         if variant == "base":
             return self.sft(seed)
         training = self.experiment.training(variant, seed)
@@ -139,8 +146,8 @@ class Plan:
         return list(found.values())
 
     def _training_stages(self, variant: Variant, seed: int) -> list[StageSpec]:
-        if variant == "base":
-            return [self.sft(seed)]
+        if variant in UNTRAINED:
+            return [self.policy(variant, seed)]
         return [self.sft(seed), *(s for s in (self.critic(variant, seed),) if s), self.policy(variant, seed)]
 
     def look_up(self, store: StageStore, *, force: bool) -> list[Planned]:
@@ -270,10 +277,18 @@ class Chain:
         )
 
     async def _policy(self, variant: Variant, seed: int) -> StageOutcome:
+        if variant == "zero-shot":
+            return await self._zero_shot()
         if variant == "base":
             return await self._sft(seed)
         spec = self.plan.policy(variant, seed)
         return await self._once(spec, self._train(variant, seed, spec))
+
+    async def _zero_shot(self) -> StageOutcome:
+        e, spec = self.experiment, self.plan.zero_shot()
+        body = warmstart.body(e.as_it_is, e.world, e.agent, 0, self.runner.cluster)
+        tags = {"variant": "zero-shot"}
+        return await self._once(spec, self.runner.run(spec, body, total=None, unit="steps", tags=tags))
 
     async def _sft(self, seed: int) -> StageOutcome:
         e = self.experiment

@@ -31,6 +31,7 @@ TRAINING_FIELDS = {
     "loop",
 }
 Variant = Literal[
+    "zero-shot",
     "base",
     "compactionrl",
     "no-summary-loss",
@@ -53,6 +54,8 @@ ALL_VARIANTS: tuple[Variant, ...] = (
 )
 """What `variants: all` stands for; the other names run when they are named."""
 
+UNTRAINED: tuple[Variant, ...] = ("zero-shot", "base")
+"""Policies without PPO: the pretrained model as it is, and the warm start"""
 GROUP = {"advantage": {"estimator": "group"}, "overlong_mask": True}
 CHANGES: dict[Variant, dict[str, dict[str, Any]]] = {
     "compactionrl": {},
@@ -156,6 +159,12 @@ class Experiment(Settings):
         return self
 
     @model_validator(mode="after")
+    def _zero_shot_is_of_a_model(self) -> Experiment:
+        if "zero-shot" in self.variants and (self.sft is None or self.sft.model is None):
+            raise ValueError("variant zero-shot is a pretrained model as it is: give one with --model")
+        return self
+
+    @model_validator(mode="after")
     def _groups_are_whole(self) -> Experiment:
         grouped = [v for v in self.variants if CHANGES.get(v, {}).get("ppo", {}).get("advantage") == GROUP["advantage"]]
         if grouped and self.ppo.batch_size % self.group_size:
@@ -185,8 +194,13 @@ class Experiment(Settings):
 
     @property
     def warmstart(self) -> WarmstartSettings:
-        assert self.sft is not None, "validated: engine torch has it"
+        assert self.sft is not None, "validated: who trains has it"
         return self.sft
+
+    @property
+    def as_it_is(self) -> WarmstartSettings:
+        """The warm start of variant zero-shot: none."""
+        return changed(self.warmstart, {"data": ()})
 
     def config(self) -> dict[str, Any]:
         """The settings that this experiment reads, for every record of it."""

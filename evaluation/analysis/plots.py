@@ -42,6 +42,7 @@ class Look:
 
 
 _LOOKS = {
+    "zero-shot": Look("#bbbbbb", "x", "✕"),
     "base": Look("#7f7f7f", "o", "●"),
     "compactionrl": Look("#0072b2", "s", "■"),
     "no-summary-loss": Look("#e69f00", "^", "▲"),

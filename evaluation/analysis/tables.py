@@ -21,6 +21,7 @@ from evaluation.grid import format_tokens
 from evaluation.results import CellResult
 
 VARIANT_ORDER = (
+    "zero-shot",
     "base",
     "compactionrl",
     "no-summary-loss",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,11 @@ def check_request(request: GenerateRequest, max_length: int, vocabulary: int) ->
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= vocabulary:
         raise EngineError(f"prompt ids reach from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}")
+
+
+def cache_salt(version: int, rollout_id: str) -> str:
+    """Keeps vLLM's prefixes apart: by the weights that computed them, and by the rollout that they belong to."""
+    return f"{version}-{hashlib.blake2b(rollout_id.encode(), digest_size=16).hexdigest()}"
 
 
 def end_tokens(*configs: Any) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compaction.protocols import Completion, EngineError, GenerateRequest
-from rl.engines.calls import Call, check_request, end_tokens
+from rl.engines.calls import Call, cache_salt, check_request, end_tokens
 from rl.engines.vllm_version import require_vllm
 from rl.engines.weight_sync import CheckpointWeights, ReloadSync
 from rl.settings import VllmSettings
@@ -112,7 +112,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         prompt = TokensPrompt(
-            prompt_token_ids=request.prompt_ids.tolist(), cache_salt=f"{self.version}/{request.rollout_id}"
+            prompt_token_ids=request.prompt_ids.tolist(), cache_salt=cache_salt(self.version, request.rollout_id)
         )
         sampling = SamplingParams(
             temperature=request.temperature,

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from compaction.protocols import Completion, EngineError, GenerateRequest
-from rl.engines.calls import check_request, end_tokens
+from rl.engines.calls import cache_salt, check_request, end_tokens
 from rl.engines.weight_sync import START, CheckpointWeights, HttpSync
 from rl.settings import VllmSettings
 
@@ -51,7 +51,7 @@ class VllmServer:
         check_request(request, self.max_length, self._vocabulary)
         body = {
             "token_ids": request.prompt_ids.tolist(),
-            "cache_salt": f"{self.version}/{request.rollout_id}",
+            "cache_salt": cache_salt(self.version, request.rollout_id),
             "sampling_params": {
                 "temperature": request.temperature,
                 "top_p": 1.0,
