@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compaction.protocols import Completion, EngineError, GenerateRequest
-from rl.engines.calls import Call, cache_salt, check_request, end_tokens
+from rl.engines.calls import Call, PrefixSalts, check_request, end_tokens
 from rl.engines.vllm_version import require_vllm
 from rl.engines.weight_sync import CheckpointWeights, ReloadSync
 from rl.settings import VllmSettings
@@ -53,6 +53,7 @@ class VllmEngine:
         self._sync = ReloadSync(self._engine, CheckpointWeights(checkpoint, tied=config.tie_word_embeddings))
         self._calls: dict[str, Call] = {}
         self._names = count()
+        self._salts = PrefixSalts()
         self._driver: asyncio.Task[None] | None = None
         self._paused = asyncio.Event()
         self._paused.set()
@@ -82,7 +83,8 @@ class VllmEngine:
             raise
 
     async def release(self, rollout_id: str) -> None:
-        """Nothing is held for a rollout but its prefix, which makes room when room is needed."""
+        """The rollout's prefix is not found again, and makes room when room is needed."""
+        self._salts.forget(rollout_id)
 
     def abort(self, name: str) -> None:
         """Gives up one request; what it was at is free again."""
@@ -112,7 +114,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         prompt = TokensPrompt(
-            prompt_token_ids=request.prompt_ids.tolist(), cache_salt=cache_salt(self.version, request.rollout_id)
+            prompt_token_ids=request.prompt_ids.tolist(), cache_salt=self._salts.of(self.version, request.rollout_id)
         )
         sampling = SamplingParams(
             temperature=request.temperature,

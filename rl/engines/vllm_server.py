@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import numpy as np
 from torch import Tensor
 
 from compaction.protocols import Completion, EngineError, GenerateRequest
-from rl.engines.calls import cache_salt, check_request, end_tokens
+from rl.engines.calls import PrefixSalts, check_request, end_tokens
 from rl.engines.weight_sync import START, CheckpointWeights, HttpSync
 from rl.settings import VllmSettings
 
@@ -34,6 +35,7 @@ class VllmServer:
         self._vocabulary = config.vocab_size
         self._address = address.rstrip("/")
         self._client = httpx.AsyncClient(timeout=None)
+        self._salts = PrefixSalts(f"{uuid4().hex}-")
         folder = settings.shared_folder or tempfile.mkdtemp(prefix="compactionrl-weights-")
         self._sync = HttpSync(
             self._address, checkpoint, Path(folder), CheckpointWeights(checkpoint, tied=config.tie_word_embeddings)
@@ -51,7 +53,7 @@ class VllmServer:
         check_request(request, self.max_length, self._vocabulary)
         body = {
             "token_ids": request.prompt_ids.tolist(),
-            "cache_salt": cache_salt(self.version, request.rollout_id),
+            "cache_salt": self._salts.of(self.version, request.rollout_id),
             "sampling_params": {
                 "temperature": request.temperature,
                 "top_p": 1.0,
@@ -71,7 +73,8 @@ class VllmServer:
         return completion_of(response.json()["choices"][0], len(request.prompt_ids))
 
     async def release(self, rollout_id: str) -> None:
-        """Nothing is held for a rollout but its prefix, which makes room when room is needed."""
+        """The rollout's prefix is not found again, and makes room when room is needed."""
+        self._salts.forget(rollout_id)
 
     def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
         """Takes new weights; requests in flight wait meanwhile, and go on with the new ones.

@@ -189,6 +189,19 @@ class LocalWorker:
         await self._actor.load_weights(weights, version)
 
 
+async def killed_in_mid_call(worker: Any, requests: list[RolloutRequest], flag: Path) -> list[Any]:
+    """The rollouts of a call whose process is killed once `flag` says that it is at work."""
+    pid = await worker.pid()
+    call = asyncio.create_task(worker.rollouts(requests))
+    while not flag.exists():
+        assert not call.done(), call.result()
+        await asyncio.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    rollouts = await call
+    assert await worker.pid() != pid
+    return rollouts
+
+
 class LocalTrainer:
     """The trainer in this process, with a handle's methods; `calls` holds every call and what it was given."""
 
@@ -235,10 +248,11 @@ def local_loop(
     seed: int = 0,
     rollout_timeout: float = 60.0,
     emit: Any = no_events,
+    served: Serving | None = None,
     **ppo: Any,
 ) -> tuple[Any, LocalWorker, LocalTrainer]:
     """The loop that the settings ask for, and its two parts."""
-    worker = LocalWorker(serving(checkpoint), rollout_timeout=rollout_timeout)
+    worker = LocalWorker(served or serving(checkpoint), rollout_timeout=rollout_timeout)
     local = LocalTrainer(checkpoint, **(trainer or {}))
     settings = PPOSettings(**({"steps": 3, "batch_size": 8} | ppo))
     stream = request_stream(checkpoint, settings, tasks, seed)

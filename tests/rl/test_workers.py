@@ -19,12 +19,20 @@ from rl import workers
 from rl.checkpoint import latest_checkpoint
 from rl.errors import CheckpointError, CheckpointNotFound, TrainingDiverged, WorkerLost
 from rl.models import load_policy
-from rl.requests import RolloutRequest
 from rl.serving import TorchServing
 from rl.settings import TrainerSettings
 from rl.workers import Resumed, RolloutWorker, TrainerHandle
 from tests.rl.samples import random_rows
-from tests.rl.small import HeldTask, LethalTask, LocalWorker, agent_settings, request, serving, typed_tasks
+from tests.rl.small import (
+    HeldTask,
+    LethalTask,
+    LocalWorker,
+    agent_settings,
+    killed_in_mid_call,
+    request,
+    serving,
+    typed_tasks,
+)
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_cluster")]
 
@@ -52,19 +60,6 @@ def new_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def is_plain(error: BaseException) -> bool:
     """One line of its own, not Ray's class and remote traceback."""
     return type(error).__module__.startswith(("rl.", "compaction.")) and "Traceback" not in str(error)
-
-
-async def killed_in_mid_call(worker: RolloutWorker, requests: list[RolloutRequest], flag: Path) -> list[Any]:
-    """The rollouts of a call whose process is killed once `flag` says that it is at work."""
-    pid = await worker.pid()
-    call = asyncio.create_task(worker.rollouts(requests))
-    while not flag.exists():
-        assert not call.done(), call.result()
-        await asyncio.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    rollouts = await call
-    assert await worker.pid() != pid
-    return rollouts
 
 
 def test_a_killed_worker_is_replaced_with_its_weights_and_makes_the_same_rollouts(
