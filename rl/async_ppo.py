@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,7 +179,13 @@ class AsyncPPO:
 
     async def _publish(self) -> int:
         """The new weights to all workers; one that does not take them in time is replaced. Returns their version."""
-        weights, version = await self.learner.trainer.weights()
+        trainer = self.learner.trainer
+        if trainer.transfers:
+            with ExitStack() as syncing:
+                for meter in self._meters:
+                    syncing.enter_context(meter.syncing())
+                return await trainer.send_weights(self.workers)
+        weights, version = await trainer.weights()
 
         async def load(worker: RolloutWorker, meter: WorkerMeter) -> None:
             with meter.syncing():

@@ -52,13 +52,21 @@ class PPO:
         metrics = rollout_metrics(rollouts)
         metrics |= await self.learner.learn(rollouts, clock, update_policy=update_policy)
         if update_policy:
-            weights = await self.learner.trainer.weights()
-            await asyncio.gather(*(worker.load_weights(*weights) for worker in self.workers))
+            await self._publish()
         clock.lap("sync")
         metrics |= clock.metrics()
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / max(clock.laps["generate"], 1e-9)
         self.emit("trained", step=step, rollouts=[r.id for r in rollouts if r.outcome.reward is not None])
         return StepResult(step, metrics, rollouts)
+
+    async def _publish(self) -> None:
+        """The new weights to all workers."""
+        trainer = self.learner.trainer
+        if trainer.transfers:
+            await trainer.send_weights(self.workers)
+            return
+        weights = await trainer.weights()
+        await asyncio.gather(*(worker.load_weights(*weights) for worker in self.workers))
 
     def state(self) -> tuple[dict[str, Any], list[Rollout]]:
         """What a checkpoint holds beside the trainer: nothing, the step's number is enough."""

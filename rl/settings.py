@@ -98,6 +98,11 @@ class VllmSettings(Settings):
     )
     cpu_cache_gib: int = Field(1, ge=1, description="memory for keys and values on a CPU, in GiB")
     eager: bool = Field(False, description="no CUDA graphs: starts faster, samples slower; on a CPU always so")
+    transfer: Literal["objects", "nccl", "ipc"] = Field(
+        "objects",
+        description="how new weights come: objects: through Ray's object store, works everywhere; nccl: from GPU to "
+        "GPU; ipc: on one GPU that trainer and engine share",
+    )
     servers: tuple[str, ...] = Field(
         (),
         description="addresses of running vLLM servers, one per replica, instead of vLLM in this program's processes",

@@ -134,6 +134,10 @@ class Trainer:
         self.version += 1
         return _finite(metrics) | {"train/skipped_steps": float(self._policy_optimizer.skipped)}
 
+    def live_weights(self) -> dict[str, torch.Tensor]:
+        """The policy's state dict where it is; valid until the next update."""
+        return {name: tensor.detach() for name, tensor in self.policy.state_dict().items()}
+
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the policy's state dict on the CPU, the tied head included under its own name."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.policy.state_dict().items()}

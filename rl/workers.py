@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +32,7 @@ from rl.rows import Row
 from rl.serving import ServedEngine, Serving
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
+from rl.weight_transfer import WeightSender
 
 MAX_DEATHS = 5
 """Deaths in a row after which a worker is not replaced: a task that kills its worker must not do so for ever"""
@@ -82,6 +83,11 @@ class RolloutActor:
     async def load_weights(self, weights: dict[str, Any], version: int) -> None:
         self._served[0].load_weights(weights, version)
 
+    async def weight_sync(self, step: str, *arguments: Any) -> None:
+        """One step of a transfer from the trainer's GPU (rl.weight_transfer)."""
+        engine: Any = self._served[0]
+        engine.weight_sync(step, *arguments)
+
     async def pid(self) -> int:
         return os.getpid()
 
@@ -107,7 +113,7 @@ class RolloutWorker:
         self._rollout_timeout = rollout_timeout
         self._start = lambda: actor(RolloutActor, seat).remote(serving, slots, rollout_timeout)
         self._actor = self._start()
-        self._weights: tuple[Any, int] | None = None
+        self._weights: Callable[[], Awaitable[tuple[Any, int]]] | None = None
         self._deaths = 0
         self._replacing = asyncio.Lock()
 
@@ -135,7 +141,20 @@ class RolloutWorker:
         Raises WorkerLost, and EngineError for weights that do not fit or are not finite.
         """
         await self._until_answered("load_weights", weights, version)
-        self._weights = (weights, version)
+
+        async def loaded() -> tuple[Any, int]:
+            return weights, version
+
+        self._weights = loaded
+
+    @property
+    def actor(self) -> Any:
+        """The process that now does the work, for who hands it weights by itself: see `sent`."""
+        return self._actor
+
+    def sent(self, weights: Callable[[], Awaitable[tuple[Any, int]]]) -> None:
+        """The actor has weights that did not come through `load_weights`; a replacement asks `weights` for them."""
+        self._weights = weights
 
     async def pid(self) -> int:
         return int(await self._until_answered("pid"))
@@ -181,7 +200,7 @@ class RolloutWorker:
                 if self._weights is None:
                     return
                 try:
-                    await result_of(self._actor.load_weights.remote(*self._weights))
+                    await result_of(self._actor.load_weights.remote(*await self._weights()))
                 except PROCESS_DIED as error:
                     dead, why = self._actor, type(error).__name__
 
@@ -196,12 +215,22 @@ class Resumed:
     """Finished, not yet trained"""
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """Weights go from GPU to GPU."""
+
+    backend: str
+    """vLLM's name: nccl, ipc"""
+    ranks: int
+    """GPUs of one replica"""
+
+
 class TrainerActor:
     """The trainer in a process of its own; like the rollout actor it loads in the first call."""
 
-    def __init__(self, checkpoint: str, settings: TrainerSettings) -> None:
+    def __init__(self, checkpoint: str, settings: TrainerSettings, transfer: Transfer | None = None) -> None:
         one_thread()
-        self._checkpoint, self._settings = checkpoint, settings
+        self._checkpoint, self._settings, self._transfer = checkpoint, settings, transfer
 
     @cached_property
     def _trainer(self) -> Trainer:
@@ -210,6 +239,16 @@ class TrainerActor:
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._trainer, method)(*arguments)
+
+    @cached_property
+    def _sender(self) -> WeightSender:
+        assert self._transfer is not None
+        return WeightSender(self._transfer.backend, self._trainer.live_weights, self._transfer.ranks)
+
+    def send_weights(self, actors: Sequence[Any]) -> int:
+        """The policy to rollout actors, GPU to GPU; returns its version."""
+        self._sender.send(actors, self._trainer.version)
+        return self._trainer.version
 
     def version(self) -> int:
         return self._trainer.version
@@ -245,8 +284,15 @@ class TrainerHandle:
     itself raises: TrainingDiverged, CheckpointError, CheckpointNotFound.
     """
 
-    def __init__(self, checkpoint: Path, settings: TrainerSettings, seat: Seat = Seat()) -> None:  # noqa: B008
-        self._actor = actor(TrainerActor, seat).remote(str(checkpoint), settings)
+    def __init__(
+        self,
+        checkpoint: Path,
+        settings: TrainerSettings,
+        seat: Seat = Seat(),  # noqa: B008
+        transfer: Transfer | None = None,
+    ) -> None:
+        self._transfer = transfer
+        self._actor = actor(TrainerActor, seat).remote(str(checkpoint), settings, transfer)
 
     async def values(self, rows: Sequence[Row]) -> list[np.ndarray]:
         return await self._await(self._actor.call.remote("values", rows))
@@ -262,6 +308,18 @@ class TrainerHandle:
     async def weights(self) -> tuple[Any, int]:
         """(reference to the policy's state dict in the object store, version)."""
         return self._actor.call.remote("weights"), await self.version()
+
+    @property
+    def transfers(self) -> bool:
+        """Whether `send_weights` is how weights go out."""
+        return self._transfer is not None
+
+    async def send_weights(self, workers: Sequence[RolloutWorker]) -> int:
+        """The policy to all workers at once, GPU to GPU; returns its version."""
+        version = int(await self._await(self._actor.send_weights.remote([worker.actor for worker in workers])))
+        for worker in workers:
+            worker.sent(self.weights)
+        return version
 
     async def load(self, folder: Path) -> None:
         await self._await(self._actor.call.remote("load", folder))

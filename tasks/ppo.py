@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -33,6 +33,9 @@ from tasks.wiring import (
     served,
     training_tasks,
 )
+
+if TYPE_CHECKING:
+    from rl.workers import Transfer
 
 CHECKPOINTS = "checkpoints"
 EVENTS = "events.jsonl"
@@ -171,10 +174,20 @@ async def _loop(
                 worker = RolloutWorker(replica, slots=loop.slots, rollout_timeout=loop.rollout_timeout, seat=seat)
                 ending.callback(worker.stop)
                 workers.append(worker)
-            trainer = TrainerHandle(checkpoint, training.trainer, own)
+            trainer = TrainerHandle(checkpoint, training.trainer, own, _transfer(training))
             ending.callback(trainer.stop)
             kind = AsyncPPO if ppo.max_staleness else PPO
             yield kind(ppo, stream, workers, Learner(ppo, trainer), events.emit)
+
+
+def _transfer(training: Training) -> Transfer | None:
+    """How weights go out where it is not through Ray's object store."""
+    from rl.workers import Transfer
+
+    vllm = training.loop.vllm
+    if training.engine != "vllm" or vllm.servers or vllm.transfer == "objects":
+        return None
+    return Transfer(vllm.transfer, vllm.tensor_parallel)
 
 
 async def _steps(loop: Any, training: Training, stage: StageRun, *, update_policy: bool) -> dict[str, list[Any]]:

@@ -44,6 +44,7 @@ LEARNING_SOURCES = (
     "rl/rows.py",
     "rl/settings.py",
     "rl/trainer.py",
+    "rl/weight_transfer.py",
 )
 """Sources whose change makes finished stages stale; documentation is not among them."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from compaction.protocols import Completion, EngineError, GenerateRequest
 from rl.engines.calls import Call, PrefixSalts, check_request, end_tokens
 from rl.engines.vllm_version import require_vllm
-from rl.engines.weight_sync import CheckpointWeights, ReloadSync
+from rl.engines.weight_sync import CheckpointWeights, ReloadSync, TransferSync
 from rl.settings import VllmSettings
 
 CPU_BLOCK = 32
@@ -51,6 +51,7 @@ class VllmEngine:
         self._stops = sorted(end_tokens(_generation_config(checkpoint), config))
         self._engine = _start(checkpoint, _dtype(settings, config), settings, slots, max_length)
         self._sync = ReloadSync(self._engine, CheckpointWeights(checkpoint, tied=config.tie_word_embeddings))
+        self._transfer = TransferSync(self._engine)
         self._calls: dict[str, Call] = {}
         self._names = count()
         self._salts = PrefixSalts()
@@ -105,6 +106,18 @@ class VllmEngine:
         EngineError for weights that do not fit, are not finite, or that vLLM fails to take; the old ones keep serving.
         """
         self._sync.load(state_dict, version)
+        self._now_serves(version)
+
+    def weight_sync(self, step: str, *arguments: Any) -> None:
+        """One of the four steps of a transfer from the trainer's GPU; between start and finish nothing is sampled."""
+        getattr(self._transfer, step)(*arguments)
+        if step == "start_weight_update":
+            self.pause()
+        if step == "finish_weight_update":
+            self._now_serves(int(arguments[0]))
+            self.resume()
+
+    def _now_serves(self, version: int) -> None:
         for call in self._calls.values():
             call.stamp(self.version)
         self.version = version
@@ -225,10 +238,17 @@ def _start(checkpoint: Path, dtype: str, settings: VllmSettings, slots: int, max
                     async_scheduling=False,  # a token is stamped with the weights of the step that gave it
                     disable_log_stats=True,
                     worker_extension_cls="rl.engines.vllm_worker.WeightReceiver",
+                    weight_transfer_config=_transfer_config(settings),
                 )
             )
         except (ValueError, RuntimeError) as error:  # also what pydantic raises for settings that do not fit the model
             raise EngineError(f"vLLM does not serve {checkpoint}: {error}") from error
+
+
+def _transfer_config(settings: VllmSettings) -> Any:
+    from vllm.config import WeightTransferConfig
+
+    return None if settings.transfer == "objects" else WeightTransferConfig(backend=settings.transfer)
 
 
 @contextmanager

@@ -112,6 +112,29 @@ class ReloadSync:
             self._engine.set_weight_version(weight_version)
 
 
+class TransferSync:
+    """Into a vLLM of this process, from the trainer's GPU, through vLLM's own transfer engine in its workers."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Between two steps nothing is sampled anyway; running requests compute their keys and values again."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.collective_rpc("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._engine.collective_rpc("finish_weight_update")
+        if weight_version is not None:
+            self._engine.set_weight_version(weight_version)
+
+
 class HttpSync:
     """Into a vLLM server, which reads the weights from a folder that it sees too."""
 

@@ -90,6 +90,8 @@ def scripted_agent(checkpoint: Path) -> AgentSettings:
 class SleepingTrainer:
     """A trainer's handle that learns nothing and takes `seconds` for a step."""
 
+    transfers = False
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.steps = 0

@@ -209,6 +209,8 @@ class LocalTrainer:
         self.trainer = Trainer(checkpoint, TrainerSettings(**({"policy_lr": 3e-3, "critic_lr": 1e-2} | settings)))
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
+    transfers = False
+
     async def values(self, rows: Any) -> list[np.ndarray]:
         return self._called("values", rows)
 
