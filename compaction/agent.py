@@ -218,6 +218,7 @@ class _Loop:
             compactions=tuple(self.compactions),
             usage=self.calls.usage,
             count_source=self.renderer.count_source,
+            instruction=self.task.instruction,
             seconds={"generate": self.calls.seconds, "environment": self.environment_seconds},
         )
 
@@ -323,7 +324,7 @@ class _Loop:
     async def _compact(self) -> None:
         """Samples a summary and resumes from it. Raises _Stop where there is none or the window would not shrink."""
         self.segments.append(self.segment.build(len(self.segments)))
-        body = await self._summarize()
+        body, reply = await self._summarize()
         opening: tuple[Message, ...] = (self._user_message(self.pack.resume_message(body)),)
         if self.settings.compaction.keep_task:
             opening = (self._user_message(self.task.instruction), *opening)
@@ -335,13 +336,13 @@ class _Loop:
             self._record_compaction(body, before, None, 0, "grew")
             raise _Stop("compaction_grew", f"|h| {before}, resumed without turns {base}")
         resumed = self.history.resumed(opening, keep)
-        self._record_compaction(body, before, resumed.tokens, keep, None)
+        self._record_compaction(body, before, resumed.tokens, keep, None, reply)
         self.history = resumed
         self.segment = SegmentBuilder("execution", self.history.token_ids)
         await self._measure()
 
-    async def _summarize(self) -> str:
-        """The body of an accepted summary, as a segment of its own. Raises _Stop("summary_failed")."""
+    async def _summarize(self) -> tuple[str, str]:
+        """(body, whole reply) of an accepted summary, as a segment of its own. Raises _Stop("summary_failed")."""
         instruction = ids(self.renderer.message("user", self.pack.summary_instruction))
         asked = ids([*instruction, *self.renderer.generation_prompt])
         messages = (*self.history.messages(), {"role": "user", "content": self.pack.summary_instruction})
@@ -367,7 +368,7 @@ class _Loop:
                 self.segment.sampled(completion)
                 self.segments.append(self.segment.build(len(self.segments)))
             if rejected is None and verdict.body is not None:
-                return verdict.body
+                return verdict.body, text
             if training:  # not discarded: it is an optimized segment
                 self._record_compaction(text, self.history.tokens, None, 0, rejected)
                 raise _Stop("summary_failed", rejected)
@@ -375,7 +376,9 @@ class _Loop:
         self._record_compaction("", self.history.tokens, None, 0, rejected)
         raise _Stop("summary_failed", rejected)
 
-    def _record_compaction(self, body: str, before: int, after: int | None, keep: int, rejected: str | None) -> None:
+    def _record_compaction(
+        self, body: str, before: int, after: int | None, keep: int, rejected: str | None, reply: str = ""
+    ) -> None:
         """`self.history` is still the one before the compaction."""
         self.compactions.append(
             CompactionRecord(
@@ -388,6 +391,7 @@ class _Loop:
                 summary=body,
                 discarded=tuple(self.discarded),
                 rejected=rejected,
+                reply=reply,
             )
         )
         if self.recorder and after is not None:

@@ -21,15 +21,12 @@ from compaction.summaries import PromptPack, load_prompt_pack
 SCHEMA_VERSION = "ATIF-v1.8"
 
 
-def atif_trajectory(rollout: Rollout, instruction: str, *, model_name: str, version: str = "0.1.0") -> dict[str, Any]:
-    """The rollout as an ATIF root object, ready for `json.dumps` (no NaN).
-
-    `instruction` is the task's text, which a rollout itself only keeps as token ids; `model_name` names the policy.
-    """
+def atif_trajectory(rollout: Rollout, *, model_name: str, version: str = "0.1.0") -> dict[str, Any]:
+    """The rollout as an ATIF root object, ready for `json.dumps` (no NaN). `model_name` names the policy."""
     pack = load_prompt_pack(rollout.settings.compaction.prompt_pack)
     steps = [
         {"source": "system", "message": pack.system},
-        {"source": "user", "message": instruction},
+        {"source": "user", "message": rollout.instruction},
         *_acted(rollout, pack, model_name),
     ]
     usage, outcome = rollout.usage, rollout.outcome
@@ -99,7 +96,7 @@ def _compacted(
         "rejected": record.rejected,
         "discarded": list(record.discarded),
     }
-    yield _agent_step(record.summary, model_name, metrics, {"extra": {"compaction": marked}})
+    yield _agent_step(record.reply or record.summary, model_name, metrics, {"extra": {"compaction": marked}})
     if record.tokens_after is not None:
         yield {"source": "user", "message": pack.resume_message(record.summary)}
 

@@ -142,6 +142,8 @@ class CompactionRecord:
     """Rejected attempts in evaluation, kept as evidence, never trained on"""
     rejected: str | None = None
     """Why the last attempt was not accepted, if it was not"""
+    reply: str = ""
+    """The whole accepted reply, of which `summary` is the body; empty in files of earlier versions"""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,8 @@ class Rollout:
     usage: Usage = field(default_factory=Usage)
     count_source: CountSource = "exact"
     """Only exact rollouts can be trained on: of the others the ids merely count"""
+    instruction: str = ""
+    """The task's text; empty in files of earlier versions"""
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     """Wall seconds in `generate` and `environment`; not part of equality"""
 

@@ -43,10 +43,13 @@ SCHEMA = pa.schema(
         ("compactions", pa.string()),
         ("usage", pa.string()),
         ("count_source", pa.string()),
+        ("instruction", pa.string()),
         ("seconds", pa.string()),
     ]
 )
 """`settings`, `turns`, `compactions`, `usage` and `seconds` hold JSON"""
+_ADDED = {"instruction"}
+"""Columns that files of earlier versions lack: what was paid for stays readable"""
 
 
 def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> Path:
@@ -65,7 +68,7 @@ def write_rollouts(path: str | Path, rollouts: Sequence[Rollout]) -> Path:
 def read_rollouts(path: str | Path) -> list[Rollout]:
     """The rollouts of a file, as written. Raises FileNotFoundError, or ValueError for a file of another kind."""
     table = pq.read_table(path)
-    missing = set(SCHEMA.names) - set(table.schema.names)
+    missing = set(SCHEMA.names) - _ADDED - set(table.schema.names)
     if missing:
         raise ValueError(f"{path} holds no rollouts: columns {sorted(missing)} are missing")
     return [_from_row(row) for row in table.to_pylist()]
@@ -83,6 +86,7 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
         "compactions": json.dumps([asdict(c) for c in rollout.compactions]),
         "usage": json.dumps(asdict(rollout.usage)),
         "count_source": rollout.count_source,
+        "instruction": rollout.instruction,
         "seconds": json.dumps(rollout.seconds),
     }
 
@@ -101,6 +105,7 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         ),
         usage=Usage(**json.loads(row["usage"])),
         count_source=row["count_source"],
+        instruction=row.get("instruction") or "",
         seconds=json.loads(row["seconds"]),
     )
 

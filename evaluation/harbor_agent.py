@@ -121,13 +121,13 @@ class CompactionAgent(BaseAgent):
         except asyncio.CancelledError:
             stop.set()
             rollout_task.cancel()
-            self._keep(await rollout_task, instruction, context)
+            self._keep(await rollout_task, context)
             raise
         except EndpointRefused as error:
             raise _as_harbors(getattr(error.__context__, "error_class", "settings"), str(error)) from None
         except WindowTooSmall as error:
             raise _as_harbors("settings", str(error)) from None
-        self._keep(rollout, instruction, context)
+        self._keep(rollout, context)
         outcome = rollout.outcome
         if outcome.error_class is not None and outcome.error_class != GradedByHarbor.error_class:
             raise _as_harbors(outcome.error_class, outcome.detail)
@@ -147,11 +147,11 @@ class CompactionAgent(BaseAgent):
         finally:
             await engine.aclose()
 
-    def _keep(self, rollout: Rollout, instruction: str, context: AgentContext) -> None:
+    def _keep(self, rollout: Rollout, context: AgentContext) -> None:
         model, usage = self._endpoint.model, rollout.usage
         write_atif(
             self.logs_dir / "trajectory.json",
-            atif_trajectory(rollout, instruction, model_name=model, version=self.version()),
+            atif_trajectory(rollout, model_name=model, version=self.version()),
         )
         context.n_input_tokens = usage.prompt_tokens
         context.n_cache_tokens = usage.cached_tokens

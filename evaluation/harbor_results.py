@@ -96,6 +96,13 @@ def own_part(document: Mapping[str, Any]) -> TrialResult:
     return TrialResult.model_validate(document[OWN]["trial"])
 
 
+def reward_in(document: Mapping[str, Any]) -> float | None:
+    """The reward in a trial's result.json, ours or Harbor's; None where the verifier gave none, or several."""
+    rewards = (document.get("verifier_result") or {}).get("rewards") or {}
+    reward = rewards.get("reward") if "reward" in rewards or len(rewards) != 1 else next(iter(rewards.values()))
+    return None if reward is None else float(reward)
+
+
 def _stats(results: Sequence[TrialResult]) -> dict[str, Any]:
     rewards: dict[str, list[str]] = defaultdict(list)
     errors: dict[str, list[str]] = defaultdict(list)

@@ -208,7 +208,7 @@ class Job:
 
     def _keep(self, trial: Trial, rollout: Rollout, paths: TrialPaths) -> None:
         paths.trajectory.parent.mkdir(exist_ok=True)
-        write_atif(paths.trajectory, atif_trajectory(rollout, trial.task.instruction, model_name=trial.key.variant))
+        write_atif(paths.trajectory, atif_trajectory(rollout, model_name=trial.key.variant))
         write_rollouts(paths.rollout, [rollout])
 
     def _event(self, event: str, trial: Trial, attempt: int, **more: Any) -> None:

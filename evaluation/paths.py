@@ -46,6 +46,13 @@ class JobPaths:
         return TrialPaths(self.root / f"{task}__{repeat}")
 
 
+def trials_below(folder: Path) -> list[TrialPaths]:
+    """Trials with a trajectory in a folder of one trial, one job or one sweep, ours or Harbor's; newest attempts."""
+    trial, job, sweep = (folder.glob(f"{above}agent/trajectory.json") for above in ("", "*/", "*/*/"))
+    found = {path.parent.parent for paths in (trial, job, sweep) for path in paths}
+    return [TrialPaths(root) for root in sorted(found) if ATTEMPTS not in root.relative_to(folder).parts]
+
+
 @dataclass(frozen=True)
 class TrialPaths:
     """The folder of one trial, and what its newest attempt left there."""

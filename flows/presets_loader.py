@@ -159,7 +159,7 @@ def _read_sizes(content: dict[str, Any], error: ValidationError) -> bool:
 
 def _replace(content: Any, loc: tuple[int | str, ...], value: int) -> bool:
     """Set the value at `loc`, copying on the way down; a comma list counts as the list it stands for."""
-    *path, last = loc
+    *path, last = _settings_path(loc)
     for key in path:
         child = content[key]
         if isinstance(child, str):
@@ -185,11 +185,11 @@ def _describe(model: type[BaseModel], error: ValidationError, where: str) -> str
 
 def _describe_one(model: type[BaseModel], problem: Any) -> str:
     loc = tuple(problem["loc"])
-    name = ".".join(str(part) for part in loc) or "settings"
+    name = ".".join(str(part) for part in _settings_path(loc)) or "settings"
     if problem["type"] == "extra_forbidden":
         owner = _model_at(model, loc[:-1])
         allowed = sorted(owner.model_fields) if owner else []
-        prefix = "".join(f"{part}." for part in loc[:-1])
+        prefix = "".join(f"{part}." for part in _settings_path(loc)[:-1])
         nearest = _did_you_mean(str(loc[-1]), allowed, prefix)
         return f"unknown key {name}{nearest}; allowed: {', '.join(allowed)}"
     if problem["type"] == "missing":
@@ -216,17 +216,24 @@ def _did_you_mean(given: str, allowed: Sequence[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
+def _settings_path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Without the names of models, which pydantic puts behind a setting that may hold one of several."""
+    *path, last = loc or ("",)
+    return (*(part for part in path if isinstance(part, int) or not part[:1].isupper()), last) if loc else ()
+
+
 def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """The settings model that a path of keys leads to."""
+    """The settings model that a path of keys leads to; where it may be one of several, the one named next."""
+    among = [model]
     for part in loc:
         if isinstance(part, int):
             continue
-        field = model.model_fields.get(part)
-        found = next(_models(field.annotation), None) if field else None
-        if found is None:
+        named = [each for each in among if each.__name__ == part]
+        field = among[0].model_fields.get(part)
+        among = named or (list(_models(field.annotation)) if field else [])
+        if not among:
             return None
-        model = found
-    return model
+    return among[0]
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -82,6 +82,8 @@ class StageRun:
     """Write here; it outlives a killed run, so a body finds its own checkpoints in it"""
     tracked: TrackedRun
     progress: StageProgress
+    note: Callable[[str], None] = lambda text: None
+    """Says one line that stays"""
 
     def log(self, done: int, metrics: Mapping[str, float], shown: Mapping[str, float]) -> None:
         """Step `done` (from 1) is finished: all metrics to MLflow, `shown` beside the progress bar."""
@@ -178,10 +180,11 @@ class StageRunner:
             async with self.slots:
                 started = time.monotonic()
                 with recording as tracked, self.progress.stage(spec.title, total, unit) as progress:
+                    run = StageRun(folder, tracked, progress, self.progress.note)
                     if params is None:
                         tracked.log_config(spec.settings)
                     with explained(spec.title):
-                        result = await self._retried(spec.title, partial(body, StageRun(folder, tracked, progress)))
+                        result = await self._retried(spec.title, partial(body, run))
                     seconds = time.monotonic() - started
                     if isinstance(result, Unfinished):
                         tracked.set_tags({"unfinished": result.why})

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from compaction.agent import run_rollout
+from compaction.files import write_durably
 from compaction.protocols import Renderer
 from compaction.rollout import Rollout
 from compaction.settings import AgentSettings, Settings
@@ -24,6 +26,7 @@ from rl.rows import rows_of
 from rl.settings import SFTSettings, TinySettings
 from tasks.caching import StageSpec, describe_files
 from tasks.cluster import Cluster
+from tasks.sft_data import Selection, TrajectoryData, select
 from tasks.stages import Body, StageRun
 
 STEPS_PER_REPORT = 20
@@ -51,6 +54,17 @@ class ExpertData(Settings):
         return world
 
 
+def _kind(entry: Any) -> str:
+    """Which of the two an entry of `data` is: told apart by the key that only one of them has."""
+    named = isinstance(entry, TrajectoryData) or (isinstance(entry, dict) and "trajectories" in entry)
+    return "TrajectoryData" if named else "ExpertData"
+
+
+SFTData = Annotated[
+    Annotated[ExpertData, Tag("ExpertData")] | Annotated[TrajectoryData, Tag("TrajectoryData")], Discriminator(_kind)
+]
+
+
 class WarmstartSettings(Settings):
     """The embedded default's base policy: what it is, what it is shown, how it is trained."""
 
@@ -61,8 +75,9 @@ class WarmstartSettings(Settings):
     tiny: TinySettings = TinySettings()
     expert: ExpertSettings = ExpertSettings()
     corpus_tasks: int = Field(400, ge=1, description="tasks whose text trains the tokenizer")
-    data: tuple[ExpertData, ...] = Field(
-        description="expert rollouts, one entry per SFT stage; none, with a pretrained model = no fine-tuning"
+    data: tuple[SFTData, ...] = Field(
+        description="expert rollouts, or {trajectories: PATH}, one entry per SFT stage; none, with a pretrained model "
+        "= no fine-tuning"
     )
     sft: SFTSettings = SFTSettings()
     checkpoint_every: int = Field(
@@ -81,9 +96,26 @@ class WarmstartSettings(Settings):
             )
         return self
 
+    @property
+    def trajectories(self) -> tuple[TrajectoryData, ...]:
+        """The entries that are read instead of made."""
+        return tuple(data for data in self.data if isinstance(data, TrajectoryData))
+
+    @property
+    def reads_collected(self) -> bool:
+        """Whether stage `collect` comes first."""
+        return any(data.collected for data in self.trajectories)
+
+    @property
+    def longest_window(self) -> int:
+        """Of the expert's rollouts; trajectories fit the agent's own window."""
+        return max((w for data in self.data if isinstance(data, ExpertData) for w in data.windows), default=0)
+
 
 SOURCES = (
     "compaction",
+    "evaluation/harbor_results.py",
+    "evaluation/paths.py",
     "evaluation/tasksets",
     "evaluation/environments",
     "rl/batching.py",
@@ -98,26 +130,41 @@ SOURCES = (
     "rl/settings.py",
     "rl/sft.py",
     "rl/tiny.py",
+    "tasks/sft_data.py",
     "tasks/warmstart.py",
 )
+SELECTED = "data.json"
+"""What became of the trajectories of `sft.data`"""
 CHECKPOINTS = "checkpoints"
 STATE = "sft.pt"
 
 
-def spec(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int) -> StageSpec:
-    """The stage's name by content."""
+def spec(
+    settings: WarmstartSettings,
+    world: TrailSettings,
+    agent: AgentSettings,
+    seed: int,
+    collected: StageSpec | None = None,
+) -> StageSpec:
+    """The stage's name by content. `collected`: the stage whose trajectories it reads. Raises UserError."""
     return StageSpec(
         stage="sft",
         label=f"seed {seed}",
         settings={
-            "warmstart": settings.model_dump(mode="json", exclude={"checkpoint_every", "model"}),
+            "warmstart": settings.model_dump(mode="json", exclude={"checkpoint_every", "model", "data"})
+            | {"data": [_identity(data) for data in settings.data]},
             "model": model_identity(settings.model),
             "world": world.model_dump(mode="json"),
             "agent": agent.model_dump(mode="json"),
             "seed": seed,
         },
+        parents={} if collected is None else {"trajectories": collected.digest},
         packages=SOURCES,
     )
+
+
+def _identity(data: ExpertData | TrajectoryData) -> dict[str, Any]:
+    return data.identity() if isinstance(data, TrajectoryData) else data.model_dump(mode="json")
 
 
 @cache
@@ -128,8 +175,15 @@ def model_identity(model: str | None) -> str | dict[str, Any] | None:
     return {name: file["digest"] for name, file in describe_files(Path(model).expanduser()).items()}
 
 
-def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int, cluster: Cluster) -> Body:
-    """Trains in a worker process and streams the metrics here."""
+def body(
+    settings: WarmstartSettings,
+    world: TrailSettings,
+    agent: AgentSettings,
+    seed: int,
+    cluster: Cluster,
+    collected: Path | None = None,
+) -> Body:
+    """Trains in a worker process and streams the metrics here. `collected`: what stage `collect` made."""
 
     async def run(stage: StageRun) -> dict[str, Any]:
         cluster.ensure()
@@ -142,20 +196,31 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
             from rl.remote import one_thread
 
             one_thread()
-            yield from _reports(warmstart(stage_folder, settings, world, agent, seed))
+            yield from _reports(warmstart(stage_folder, settings, world, agent, seed, collected))
 
         stage_folder = stage.folder
         last: dict[str, float] = {}
+        data: list[dict[str, Any]] = []
         stream = train.options(num_returns="streaming").remote()
         try:
             async for reference in stream:
                 done, last = await result_of(reference)
+                if not data and (data := _selected(stage_folder)):
+                    for entry in data:
+                        stage.note(entry["text"])
                 stage.log(done, last, {"loss": last["sft/loss"]})
         except PROCESS_DIED as error:
             raise WorkerLost(f"the fine-tuning process died ({type(error).__name__})") from error
-        return {"checkpoint": "checkpoint", "loss": last.get("sft/loss")}
+        return {"checkpoint": "checkpoint", "loss": last.get("sft/loss")} | ({"data": data} if data else {})
 
     return run
+
+
+def _selected(folder: Path) -> list[dict[str, Any]]:
+    """What became of the trajectories of each entry of `data`; none where the expert made them all."""
+    path = folder / SELECTED
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return found
 
 
 def _reports(steps: Iterator[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
@@ -176,11 +241,17 @@ def _mean(metrics: list[dict[str, float]]) -> dict[str, float]:
 
 
 def warmstart(
-    folder: Path, settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int
+    folder: Path,
+    settings: WarmstartSettings,
+    world: TrailSettings,
+    agent: AgentSettings,
+    seed: int,
+    collected: Path | None = None,
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Makes `folder/checkpoint`; yields (steps done, metrics of the step). Needs torch, so it runs in a worker process.
 
-    Goes on from the last checkpoint in `folder`. Raises CheckpointError where one cannot be read or written.
+    Goes on from the last checkpoint in `folder`. Raises CheckpointError where one cannot be read or written, and
+    UserError where an entry's trajectories cannot be trained on.
     """
     import torch
 
@@ -190,14 +261,19 @@ def warmstart(
 
     start = _start(folder, settings, world, agent, seed)
     renderer = load_renderer(start)
-    rows = [
-        [
-            row
-            for rollout in expert_rollouts(data, settings.expert, world, agent, renderer, seed, stage)
-            for row in rows_of(rollout)
-        ]
-        for stage, data in enumerate(settings.data)
-    ]
+    selections: list[Selection] = []
+
+    def rollouts(stage: int, data: ExpertData | TrajectoryData) -> list[Rollout]:
+        if isinstance(data, ExpertData):
+            return expert_rollouts(data, settings.expert, world, agent, renderer, seed, stage)
+        path = collected if data.collected and collected is not None else Path(data.trajectories)
+        selections.append(select(data, path, renderer, agent))
+        return selections[-1].rollouts
+
+    rows = [[row for r in rollouts(stage, data) for row in rows_of(r)] for stage, data in enumerate(settings.data)]
+    if selections:
+        told = [{"text": selection.text(), **selection.summary()} for selection in selections]
+        write_durably(folder / SELECTED, json.dumps(told, indent=1))
     policy = load_policy(start, getattr(torch, settings.dtype)).to(chosen_device())
     if not settings.data:
         save_policy(policy, folder / "checkpoint", start)
@@ -224,7 +300,7 @@ def _start(folder: Path, settings: WarmstartSettings, world: TrailSettings, agen
     from rl.pretrained import check_trainable, find_model
 
     found = find_model(settings.model)
-    check_trainable(found, max([agent.compaction.window, *(w for data in settings.data for w in data.windows)]))
+    check_trainable(found, max(agent.compaction.window, settings.longest_window))
     return found
 
 

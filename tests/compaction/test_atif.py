@@ -25,7 +25,7 @@ def exported(
     renderer, actions: list[str] = LONG, summary: str = "out a at b", **changes: Any
 ) -> tuple[Any, dict[str, Any]]:
     rollout, _ = play(replies(actions, summary), settings=small_settings(**changes), renderer=renderer)
-    return rollout, atif_trajectory(rollout, "cat a", model_name="tiny")
+    return rollout, atif_trajectory(rollout, model_name="tiny")
 
 
 @pytest.mark.parametrize("changes", [{}, {"cap": 0}, {"mode": "training"}])
@@ -75,7 +75,7 @@ def test_a_failed_compaction_is_marked_with_why_and_what_was_discarded(renderer)
 def test_a_rollout_without_a_turn_is_exported_too(renderer):
     task = FilesTask(limits=TaskLimits(max_turns=0))
     rollout, _ = play(replies([]), task=task, renderer=renderer)
-    assert [s["source"] for s in atif_trajectory(rollout, "cat a", model_name="tiny")["steps"]] == ["system", "user"]
+    assert [s["source"] for s in atif_trajectory(rollout, model_name="tiny")["steps"]] == ["system", "user"]
 
 
 def test_a_written_trajectory_is_plain_json(renderer, tmp_path: Path):

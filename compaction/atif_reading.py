@@ -1,0 +1,151 @@
+"""ATIF trajectories, ours and other agents', as texts to learn from (the format: see atif.py).
+
+A compaction is known by our own mark. Other agents' trajectories are one window. Their structured tool calls become
+commands of the student's scaffold where that says the same, word for word; else the trajectory is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from compaction.scaffolds import Action, load_scaffold
+from compaction.trajectory import NotUsable, Said, Summarized, Trajectory, ended
+
+SHELL_CALLS = frozenset({"bash", "bash_command", "execute_bash", "run_bash", "run_command", "sh", "shell"})
+"""Names that agents give to a call that runs its argument `command` in a shell"""
+FINISHING_CALLS = frozenset({"exit", "finish", "submit"})
+REMARKS = frozenset({"description"})
+"""Arguments that change nothing in what a call does"""
+
+
+def is_atif(document: Any) -> bool:
+    return isinstance(document, dict) and str(document.get("schema_version", "")).startswith("ATIF-")
+
+
+def trajectory_from_atif(document: Any, name: str, scaffold: str, reward: float | None) -> Trajectory:
+    """An ATIF root object as texts. `name` is for one without an id, `reward` for one that does not hold its own,
+    `scaffold` the one that structured tool calls are written for.
+
+    Raises NotUsable, also for an object that is no ATIF.
+    """
+    if not is_atif(document):
+        raise NotUsable("it is no ATIF trajectory")
+    try:
+        return _trajectory(document, name, scaffold, reward)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NotUsable("it does not keep to ATIF", f"{type(error).__name__}: {error}") from error
+
+
+def _trajectory(document: dict[str, Any], name: str, scaffold: str, reward: float | None) -> Trajectory:
+    agent = document["agent"]
+    ours = (agent.get("extra") or {}).get("settings") if agent["name"] == "compactionrl" else None
+    ending = ((document.get("final_metrics") or {}).get("extra") or {}) if ours else {}
+    if ending.get("error_class") is not None:
+        raise NotUsable("the trial failed and has no reward", str(ending["error_class"]))
+    if document.get("continued_trajectory_ref"):
+        raise NotUsable("it goes on in another file", str(document["continued_trajectory_ref"]))
+    steps = _Steps(document["steps"], scaffold)
+    turns = tuple(steps.turns)
+    return Trajectory(
+        id=str(document.get("session_id") or document.get("trajectory_id") or name),
+        task_id=str((document.get("extra") or {}).get("task_id") or name),
+        opening=tuple(steps.opening),
+        turns=ended(list(turns), ending.get("stop_reason"), ours["scaffold"]) if ours else turns,
+        compactions=tuple(steps.compactions),
+        copied=steps.copied,
+        reward=ending["reward"] if ours else reward,
+        scaffold=ours["scaffold"] if ours else None,
+    )
+
+
+class _Steps:
+    """The steps, sorted into what they are."""
+
+    def __init__(self, steps: list[dict[str, Any]], scaffold: str) -> None:
+        self.opening: list[str] = []
+        self.turns: list[Said] = []
+        self.compactions: list[Summarized] = []
+        self.copied = 0
+        self._scaffold = scaffold
+        self._structured = any(step.get("tool_calls") for step in steps)
+        resumes = False
+        for number, step in enumerate(steps):
+            if resumes:  # our own resume message: the student's prompts write it again
+                resumes = False
+            elif step["source"] != "agent":
+                self._told(step)
+            elif mark := (step.get("extra") or {}).get("compaction"):
+                resumes = mark["tokens_after"] is not None
+                if resumes:
+                    self.compactions.append(Summarized(len(self.turns), _text(step["message"]), mark["kept"]))
+            else:
+                self._acted(step, last=number == len(steps) - 1)
+        if not self.opening:
+            raise NotUsable("it holds no task message")
+
+    def _told(self, step: dict[str, Any]) -> None:
+        """The task, or what stands as the observation of the turn before. System prompts are the student's own."""
+        text = _text(step["message"])
+        if not self.turns and step["source"] == "user":
+            self.opening.append(text)
+        elif self.turns and self.turns[-1].observation is None:
+            self.turns[-1] = Said(self.turns[-1].action, text)
+        elif self.turns:
+            raise NotUsable("a message stands between its turns", text[:80])
+
+    def _acted(self, step: dict[str, Any], *, last: bool) -> None:
+        if step.get("is_copied_context"):
+            if self.copied < len(self.turns):
+                raise NotUsable("turns copied from another trajectory stand in its middle")
+            self.copied += 1
+        results = (step.get("observation") or {}).get("results")
+        observation = None if results is None else "\n".join(_text(result.get("content")) for result in results)
+        self.turns.append(Said(self._action(step, last), observation))
+
+    def _action(self, step: dict[str, Any], last: bool) -> str:
+        message, calls = _text(step["message"]), step.get("tool_calls") or []
+        if not self._structured:
+            return message
+        if not calls:
+            return _written(message, None, self._scaffold) if last else message
+        if len(calls) > 1:
+            raise NotUsable("a step holds several tool calls", f"{len(calls)} in step {step['step_id']}")
+        name, arguments = str(calls[0]["function_name"]), dict(calls[0]["arguments"])
+        if last and name.lower() in FINISHING_CALLS:
+            return _written(message, None, self._scaffold)
+        command = arguments.pop("command", None)
+        if name.lower() not in SHELL_CALLS or not isinstance(command, str) or not arguments.keys() <= REMARKS:
+            given = ", ".join(sorted(dict(calls[0]["arguments"])))
+            raise NotUsable("a tool call is no shell command", f"{name}({given}) in step {step['step_id']}")
+        return _written(message, command, self._scaffold)
+
+
+def _written(message: str, command: str | None, scaffold: str) -> str:
+    """A reply with that command (None: the end), which the scaffold reads as exactly that. Raises NotUsable."""
+    wanted = Action("finish") if command is None else Action("command", command.strip("\n"))
+    reader = load_scaffold(scaffold)
+    for reply in _attempts(message, "exit" if command is None else wanted.text):
+        if reader.parse(reply, "stop") == wanted:
+            return reply
+    raise NotUsable(f"a tool call cannot be written for scaffold {scaffold}", (command or "the end")[:80])
+
+
+def _attempts(message: str, command: str) -> Iterator[str]:
+    lead = f"{message}\n\n" if message.strip() else ""
+    fence = "````" if re.search(r"^```", command, re.MULTILINE) else "```"
+    yield f"{lead}{fence}bash\n{command}\n{fence}"
+    if not lead:
+        yield command
+
+
+def _text(content: Any) -> str:
+    """A message's or observation's text. Raises NotUsable for pictures."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if others := sorted({str(part["type"]) for part in content if part["type"] != "text"}):
+        raise NotUsable("it holds more than text", ", ".join(others))
+    return "".join(part["text"] for part in content)

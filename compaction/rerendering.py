@@ -1,0 +1,148 @@
+"""A trajectory as a rollout of another model: its texts under that model's template, tokenizer and prompts.
+
+The windows are those of the trajectory: system, task or resume message, kept turns (context); actions and accepted
+summaries (as if sampled: each in the window where it was made); observations. A rollout of ours comes back token for
+token under its own renderer and prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from compaction.history import History, Message, Turn, ids
+from compaction.protocols import Completion, FinishReason, Renderer
+from compaction.rollout import Outcome, Rollout, Segment, SegmentBuilder
+from compaction.scaffolds import load_scaffold
+from compaction.settings import AgentSettings
+from compaction.summaries import judge_summary, load_prompt_pack
+from compaction.trajectory import NotUsable, Said, Summarized, Trajectory
+
+UNSCORED = "unscored"
+"""Error class of a rollout whose trajectory came without a reward"""
+
+
+def rerendered(trajectory: Trajectory, renderer: Renderer, agent: AgentSettings) -> Rollout:
+    """The trajectory as a rollout of the model behind `renderer`, which acts under `agent`: its system prompt, its
+    resume text and its summary instruction. No reward of its own is computed.
+
+    Raises NotUsable where the model could not have acted so: another scaffold, a summary that would not be accepted,
+    a window that does not fit.
+    """
+    _check_scaffold(trajectory, agent)
+    replay = _Replay.start(trajectory, renderer, agent)
+    waiting = list(trajectory.compactions)
+    for number, turn in enumerate(trajectory.turns):
+        while waiting and waiting[0].after_turn <= number:
+            replay.compact(waiting.pop(0))
+        replay.act(turn, copied=number < trajectory.copied, last=number == len(trajectory.turns) - 1)
+    for summarized in waiting:
+        replay.compact(summarized)
+    reward = trajectory.reward
+    outcome = Outcome(reward, "finished") if reward is not None else Outcome(None, "error", UNSCORED)
+    return Rollout(trajectory.id, trajectory.task_id, 0, agent, replay.finished(), outcome)
+
+
+def _check_scaffold(trajectory: Trajectory, agent: AgentSettings) -> None:
+    if trajectory.scaffold not in (None, agent.scaffold):
+        raise NotUsable(f"the student's scaffold is {agent.scaffold}", f"made with {trajectory.scaffold}")
+    if not trajectory.turns:
+        raise NotUsable("it holds no turn")
+    scaffold = load_scaffold(agent.scaffold)
+    if not any(scaffold.parse(turn.action, "stop").kind == "command" for turn in trajectory.turns):
+        raise NotUsable(f"none of its replies is a command of scaffold {agent.scaffold}")
+
+
+@dataclass
+class _Replay:
+    """State of one trajectory in the middle of being rendered."""
+
+    trajectory: Trajectory
+    renderer: Renderer
+    agent: AgentSettings
+    history: History
+    segment: SegmentBuilder
+    segments: list[Segment] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scaffold = load_scaffold(self.agent.scaffold)
+        self.pack = load_prompt_pack(self.agent.compaction.prompt_pack)
+        self.opened = ids(self.renderer.generation_prompt)
+        self.end = self.renderer.close([], "length")[0]
+
+    @classmethod
+    def start(cls, trajectory: Trajectory, renderer: Renderer, agent: AgentSettings) -> _Replay:
+        system = load_prompt_pack(agent.compaction.prompt_pack).system
+        first = Message("system", system, ids(renderer.message("system", system)))
+        history = History(first, tuple(_user(renderer, text) for text in trajectory.opening))
+        return cls(trajectory, renderer, agent, history, SegmentBuilder("execution", history.token_ids))
+
+    def act(self, turn: Said, *, copied: bool, last: bool) -> None:
+        completion = self._completion(turn)
+        close = self.renderer.close(completion.token_ids, completion.finish_reason)
+        used = self.history.tokens + len(self.opened) + len(completion.token_ids)
+        self._fits(used)
+        if not copied:
+            self.segment.observed(self.opened)
+            self.segment.sampled(completion)
+        if turn.observation is None:
+            if not last:
+                raise NotUsable("a turn in the middle was shown nothing", turn.action[:80])
+            return
+        shown = ids([*close, *self.renderer.message("user", turn.observation)])
+        if used + len(shown) > self.agent.compaction.window and last:
+            return  # nothing is said behind it
+        if not copied:
+            self.segment.observed(shown)
+        self.history = self.history.add(Turn(turn.action, turn.observation, self.opened, completion.token_ids, shown))
+        if copied:
+            self.segment = SegmentBuilder("execution", self.history.token_ids)
+
+    def compact(self, summarized: Summarized) -> None:
+        verdict = judge_summary(summarized.reply, "stop", self.pack, self.scaffold)
+        if verdict.body is None:
+            raise NotUsable(
+                f"a summary would not be accepted under prompt pack {self.pack.name}", str(verdict.rejected)
+            )
+        if not 0 <= summarized.kept <= len(self.history.turns):
+            raise NotUsable("a compaction keeps more turns than there were", str(summarized.kept))
+        asked = ids([*self.renderer.message("user", self.pack.summary_instruction), *self.opened])
+        reply = _sampled([*self.renderer.encode(summarized.reply), self.end], "stop")
+        self._fits(self.history.tokens + len(asked) + len(reply.token_ids))
+        self.segments.append(self.segment.build(len(self.segments)))
+        summary = SegmentBuilder("summary", asked)
+        summary.sampled(reply)
+        self.segments.append(summary.build(len(self.segments)))
+        opening = [_user(self.renderer, self.pack.resume_message(verdict.body))]
+        if self.agent.compaction.keep_task:
+            opening = [*(_user(self.renderer, text) for text in self.trajectory.opening), *opening]
+        self.history = self.history.resumed(tuple(opening), summarized.kept)
+        self.segment = SegmentBuilder("execution", self.history.token_ids)
+
+    def finished(self) -> tuple[Segment, ...]:
+        return (*self.segments, self.segment.build(len(self.segments)))
+
+    def _completion(self, turn: Said) -> Completion:
+        """The action as it was sampled: with the end token, unless the scaffold's answer says that it was cut.
+
+        (Where that answer was clipped in a full window, a cut reply is taken for a whole one.)
+        """
+        text = self.renderer.encode(turn.action)
+        if turn.observation is not None and turn.observation == self.scaffold.parse(turn.action, "length").text:
+            return _sampled(text, "length")
+        return _sampled([*text, self.end], "stop")
+
+    def _fits(self, tokens: int) -> None:
+        window = self.agent.compaction.window
+        if tokens > window:
+            raise NotUsable(f"it does not fit the student's window of {window:,} tokens", f"{tokens:,} tokens")
+
+
+def _user(renderer: Renderer, text: str) -> Message:
+    return Message("user", text, ids(renderer.message("user", text)))
+
+
+def _sampled(token_ids: list[int], finish_reason: FinishReason) -> Completion:
+    n = len(token_ids)
+    return Completion(ids(token_ids), np.zeros(n, np.float32), np.zeros(n, np.int32), finish_reason)

@@ -1,0 +1,106 @@
+"""ATIF read back: our own loses nothing, other agents' calls become commands only where that says the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from compaction.atif import atif_trajectory
+from compaction.atif_reading import trajectory_from_atif
+from compaction.scaffolds import Action, load_scaffold
+from compaction.trajectory import NotUsable, Said, Trajectory, trajectory_of
+from tests.compaction.parts import play, replies, small_settings
+
+
+def agent_step(
+    message: str, *calls: tuple[str, dict[str, Any]], shown: str | None = "ok", **more: Any
+) -> dict[str, Any]:
+    step: dict[str, Any] = {"source": "agent", "message": message, **more}
+    if calls:
+        step["tool_calls"] = [
+            {"tool_call_id": str(i), "function_name": n, "arguments": a} for i, (n, a) in enumerate(calls)
+        ]
+    return step if shown is None else step | {"observation": {"results": [{"content": shown}]}}
+
+
+def document(*steps: dict[str, Any], **more: Any) -> dict[str, Any]:
+    opening = [{"source": "system", "message": "s"}, {"source": "user", "message": "mend it"}]
+    numbered = [{"step_id": i, **step} for i, step in enumerate([*opening, *steps], 1)]
+    agent = {"name": "other", "version": "1"}
+    return {"schema_version": "ATIF-v1.6", "session_id": "x", "agent": agent, "steps": numbered, **more}
+
+
+def read(*steps: dict[str, Any], scaffold: str = "bash-block", **more: Any) -> Trajectory:
+    return trajectory_from_atif(document(*steps, **more), "file", scaffold, 1.0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"keep_recent": 0}, {"cap": 0}, {"max_turns": 6}])
+def test_our_own_says_the_same_as_the_rollout(renderer, changes: dict[str, Any]):
+    script = replies(["cat a", "cat b", "echo 42 > answer"] * 5)
+    rollout, _ = play(script, settings=small_settings(**changes), renderer=renderer)
+    exported = json.loads(json.dumps(atif_trajectory(rollout, model_name="m")))
+    assert trajectory_from_atif(exported, "file", "shell-line", None) == trajectory_of(rollout)
+
+
+def test_a_shell_call_becomes_the_same_command_behind_the_same_words():
+    command = "cat <<'E' > a.md\n```bash\nls\n```\nE"
+    first = agent_step("I write it.", ("Bash", {"command": command, "description": "write"}))
+    told = read(first, agent_step("", ("bash", {"command": "ls\n"})), agent_step("Done.", shown=None))
+    scaffold = load_scaffold("bash-block")
+    assert [scaffold.parse(turn.action, "stop") for turn in told.turns] == [
+        Action("command", command),
+        Action("command", "ls"),
+        Action("finish"),
+    ]
+    assert told.turns[0].action.startswith("I write it.\n\n````bash\n")
+    assert told.turns[2] == Said("Done.\n\n```bash\nexit\n```", None)
+    assert (told.opening, told.reward, told.scaffold, told.compactions) == (("mend it",), 1.0, None, ())
+
+
+def test_a_call_that_ends_the_work_is_the_scaffolds_end():
+    told = read(agent_step("", ("bash", {"command": "ls"})), agent_step("Fine.", ("finish", {"message": "x"})))
+    assert load_scaffold("bash-block").parse(told.turns[1].action, "stop").kind == "finish"
+
+
+def test_an_agent_that_writes_its_commands_as_text_is_kept_as_it_is():
+    reply = "so\n```bash\nls\n```"
+    told = read(agent_step(reply, shown=None), {"source": "user", "message": "a b"}, agent_step(reply))
+    assert told.turns == (Said(reply, "a b"), Said(reply, "ok"))
+
+
+def test_turns_copied_from_another_trajectory_are_counted():
+    told = read(agent_step("ls", is_copied_context=True), agent_step("pwd"), scaffold="shell-line")
+    assert told.copied == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([agent_step("", ("bash", {"command": "ls"}), ("bash", {"command": "ls"}))], "a step holds several tool calls"),
+        ([agent_step("", ("edit", {"path": "a", "text": "b"}))], "a tool call is no shell command"),
+        ([agent_step("", ("bash", {"command": "ls", "timeout": 3}))], "a tool call is no shell command"),
+        ([agent_step([{"type": "image", "source": {}}])], "it holds more than text"),  # type: ignore[arg-type]
+        ([agent_step("ls"), {"source": "user", "message": "no"}], "a message stands between its turns"),
+        ([agent_step("ls"), agent_step("ls", is_copied_context=True)], "turns copied from another trajectory"),
+        ([{"source": "agent"}], "it does not keep to ATIF"),
+    ],
+)
+def test_what_cannot_be_told_faithfully_is_refused_with_the_reason(steps: list[dict[str, Any]], reason: str):
+    with pytest.raises(NotUsable) as caught:
+        read(*steps)
+    assert caught.value.reason.startswith(reason)
+
+
+def test_a_call_that_the_scaffold_cannot_hold_is_refused():
+    with pytest.raises(NotUsable, match="cannot be written for scaffold shell-line: ls"):
+        read(agent_step("I look.", ("bash", {"command": "ls"})), scaffold="shell-line")
+    plain = read(agent_step("", ("bash", {"command": "ls"})), scaffold="shell-line")
+    assert plain.turns[0].action == "ls"
+
+
+@pytest.mark.parametrize("other", [[], {"schema_version": "2"}, {"schema_version": "ATIF-v1.8"}, None])
+def test_another_kind_of_file_is_none(other: Any):
+    with pytest.raises(NotUsable, match="ATIF"):
+        trajectory_from_atif(other, "file", "bash-block", None)

@@ -1,0 +1,104 @@
+"""Texts rendered again: the same tokens for the same model, a clear reason where another could not have acted so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from compaction.rendering import ChatTemplateRenderer
+from compaction.rerendering import rerendered
+from compaction.rollout import Outcome, Rollout
+from compaction.trajectory import NotUsable, Said, Summarized, Trajectory, trajectory_of
+from tests.compaction.parts import CHATML, make_tokenizer, play, replies, small_settings
+
+LONG = ["cat a", "", "cat b\ncat a", "cat b", *["cat a", "echo 42 > answer", "cat b"] * 4]
+
+
+def made(renderer: ChatTemplateRenderer, actions: list[str] = LONG, **changes: Any) -> Rollout:
+    return play(replies(actions), settings=small_settings(**changes), renderer=renderer)[0]
+
+
+def again(rollout: Rollout, renderer: ChatTemplateRenderer) -> Rollout:
+    return rerendered(trajectory_of(rollout), renderer, rollout.settings)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cap": 9}, {"keep_recent": 0}, {"keep_recent": 3}, {"keep_task": True}, {"cap": 0}, {"max_turns": 6}]
+)
+def test_a_rollout_of_ours_comes_back_token_for_token(any_renderer: ChatTemplateRenderer, changes: dict[str, Any]):
+    rollout = made(any_renderer, **changes)
+    assert again(rollout, any_renderer).segments == rollout.segments
+
+
+def test_compactions_are_among_what_comes_back(renderer: ChatTemplateRenderer):
+    assert made(renderer).n_compactions == 2
+
+
+def test_a_reply_that_was_cut_is_not_taught_to_end_there(renderer: ChatTemplateRenderer):
+    rollout = made(renderer, ["cat a", "echo " + "a " * 60, "cat b"], max_response=12)
+    assert rollout.turns[1].observation == " reply cut: too long"
+    assert again(rollout, renderer).segments == rollout.segments
+
+
+def test_each_text_is_trained_on_once_and_the_copied_tail_never(renderer: ChatTemplateRenderer):
+    other = ChatTemplateRenderer(make_tokenizer(CHATML))
+    rollout = made(renderer, keep_recent=2)
+    student = rollout.settings.model_copy(
+        update={"compaction": rollout.settings.compaction.model_copy(update={"window": 400})}
+    )
+    told = rerendered(trajectory_of(rollout), other, student)
+    end = other.close([], "length")[0]
+    said = [s.token_ids[s.optimized] for s in told.segments]
+    trained = [
+        other.decode(run) for each in said for run in np.split(each, np.flatnonzero(each == end) + 1) if len(run)
+    ]
+    expected = [turn.action for turn in rollout.turns]
+    for record in reversed(rollout.compactions):
+        expected.insert(record.after_turn, record.reply)
+    assert trained == expected
+    kept = told.segments[2].context_ids
+    assert other.decode(kept).count("assistant") == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scaffold": "bash-block"}, "the student's scaffold is shell-line"),
+        ({"turns": ()}, "it holds no turn"),
+        ({"turns": (Said("", "x"),)}, "none of its replies is a command of scaffold shell-line"),
+        ({"turns": (Said("cat a", None), Said("cat b", "x"))}, "a turn in the middle was shown nothing"),
+        ({"turns": (Said("cat a", "b " * 200), Said("cat b", "x"))}, "it does not fit the student's window of 160"),
+        ({"compactions": (Summarized(1, "I cannot", 0),)}, "a summary would not be accepted under prompt pack tiny"),
+        ({"compactions": (Summarized(1, "out a", 2),)}, "a compaction keeps more turns than there were"),
+    ],
+)
+def test_what_the_student_could_not_have_done_is_refused_with_the_reason(
+    renderer: ChatTemplateRenderer, changes: dict[str, Any], reason: str
+):
+    good = Trajectory("r", "t", ("cat a",), (Said("cat a", "b"), Said("exit", None)), scaffold="shell-line")
+    assert rerendered(good, renderer, small_settings()).outcome.error_class == "unscored"
+    with pytest.raises(NotUsable) as caught:
+        rerendered(replace(good, **changes), renderer, small_settings())
+    assert caught.value.reason.startswith(reason)
+
+
+def test_what_is_shown_last_is_left_off_where_it_does_not_fit(renderer: ChatTemplateRenderer):
+    trajectory = Trajectory("r", "t", ("cat a",), (Said("cat a", "b " * 200),))
+    (segment,) = rerendered(trajectory, renderer, small_settings()).segments
+    assert renderer.decode(segment.token_ids[segment.optimized]) == "cat a"
+
+
+def test_a_rollout_without_its_texts_or_its_reward_is_none_to_learn_from(renderer: ChatTemplateRenderer):
+    rollout = made(renderer)
+    compactions = tuple(replace(c, reply="") for c in rollout.compactions)
+    failed = Outcome(None, "error", "engine")
+    for changes, reason in (
+        ({"instruction": ""}, "task's text is missing"),
+        ({"compactions": compactions}, "whole reply is missing"),
+        ({"outcome": failed}, "the trial failed"),
+    ):
+        with pytest.raises(NotUsable, match=reason):
+            trajectory_of(replace(rollout, **changes))  # type: ignore[arg-type]
