@@ -1,4 +1,4 @@
-"""The stages of an experiment and how they hang together: sft → critic → ppo → cells, per seed and variant.
+"""The stages of an experiment and how they hang together: (collect →) sft → critic → ppo → cells, per seed and variant.
 
 Names of stages follow from settings alone, so the whole plan is known before anything runs.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from compaction.engines.endpoint_settings import EndpointSettings
 from evaluation.grid import Cell, greedy_cell, one_factor_cells, product_cells
 from evaluation.job import set_aside
 from evaluation.tasksets.datasets import Dataset
 from flows.experiment import UNTRAINED, Experiment, Variant
-from tasks import evaluate, evaluate_job, ppo, warmstart
+from tasks import collect, evaluate, evaluate_job, ppo, warmstart
 from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
+from tasks.collect import TRAJECTORIES, CollectSettings
 from tasks.endpoint_policy import BudgetUsedUp, EndpointPolicy
 from tasks.errors import CommandError
 from tasks.evaluate_job import CellJob, endpoint_identity
@@ -45,9 +47,24 @@ class Plan:
         self.experiment = experiment
         self.full_product = full_product
 
+    @cached_property
+    def collect_job(self) -> CellJob | None:
+        """The trials of the stronger model, if one is asked."""
+        e = self.experiment
+        return None if e.collect is None else collect.collect_job(e.collect, e.agent, e.job.name)
+
+    def collect(self) -> StageSpec | None:
+        """One for all seeds."""
+        e = self.experiment
+        return (
+            None
+            if e.collect is None or self.collect_job is None
+            else collect.spec(self.collect_job, e.collect.min_reward)
+        )
+
     def sft(self, seed: int) -> StageSpec:
         e = self.experiment
-        return warmstart.spec(e.warmstart, e.world, e.agent, seed)
+        return warmstart.spec(e.warmstart, e.world, e.agent, seed, self.collect())
 
     def zero_shot(self) -> StageSpec:
         """The pretrained model as a checkpoint: the same for every seed."""
@@ -146,22 +163,26 @@ class Plan:
         return list(found.values())
 
     def _training_stages(self, variant: Variant, seed: int) -> list[StageSpec]:
-        if variant in UNTRAINED:
-            return [self.policy(variant, seed)]
-        return [self.sft(seed), *(s for s in (self.critic(variant, seed),) if s), self.policy(variant, seed)]
+        if variant == "zero-shot":
+            return [self.zero_shot()]
+        critic = None if variant == "base" else self.critic(variant, seed)
+        return [s for s in (self.collect(), self.sft(seed), critic, self.policy(variant, seed)) if s is not None]
 
     def look_up(self, store: StageStore, *, force: bool) -> list[Planned]:
         """What is there and what would run."""
-        planned = []
-        for spec in self.stages:
-            found = store.lookup(spec, force=force)
-            cached = isinstance(found, Hit)
-            planned.append(Planned(spec, cached, "unchanged" if isinstance(found, Hit) else found.why))
-        return planned
+        return look_up(self.stages, store, force=force)
 
     def _critic_label(self, training: ppo.Training) -> str:
         compaction = training.agent.compaction
         return f"cap {compaction.cap} window {compaction.window} seed {training.seed}"
+
+
+def look_up(stages: Sequence[StageSpec], store: StageStore, *, force: bool) -> list[Planned]:
+    """Each stage with whether it is there."""
+    found = [(spec, store.lookup(spec, force=force)) for spec in stages]
+    return [
+        Planned(spec, isinstance(hit, Hit), "unchanged" if isinstance(hit, Hit) else hit.why) for spec, hit in found
+    ]
 
 
 class Chain:
@@ -220,22 +241,32 @@ class Chain:
         return CheckpointPolicy(serving, self.runner.cluster, slots=loop.slots, rollout_timeout=loop.rollout_timeout)
 
     async def _endpoint(self, cells: Sequence[Cell]) -> EndpointPolicy:
-        """The endpoint, checked for all cells before the first trial, unless every cell is there already."""
-        e = self.experiment
+        e, dataset = self.experiment, self.plan.dataset
         assert e.endpoint is not None
-        assert self.plan.dataset is not None
+        assert dataset is not None
+        return await self._checked(e.endpoint, e.summary_endpoint, dataset, {c: self.plan.cell(c) for c in cells})
+
+    async def _checked(
+        self,
+        endpoint: EndpointSettings,
+        summary_endpoint: EndpointSettings | None,
+        dataset: Dataset,
+        cells: Mapping[Cell, StageSpec],
+    ) -> EndpointPolicy:
+        """An endpoint, checked for all cells before the first trial, unless the stage of every cell is there."""
+        e = self.experiment
         with explained("endpoint"):
             policy = EndpointPolicy(
-                e.endpoint,
-                e.summary_endpoint,
+                endpoint,
+                summary_endpoint,
                 e.job,
                 temperature=e.agent.temperature,
                 longest_window=max(cell.window for cell in cells),
             )
-            found = [self.runner.store.lookup(self.plan.cell(c), force=self.runner.force) for c in cells]
-            to_run = [cell for cell, hit in zip(cells, found, strict=True) if not isinstance(hit, Hit)]
+            found = {cell: self.runner.store.lookup(spec, force=self.runner.force) for cell, spec in cells.items()}
+            to_run = [cell for cell, hit in found.items() if not isinstance(hit, Hit)]
             if to_run:
-                texts = [task.instruction for task in self.plan.dataset.tasks]
+                texts = [task.instruction for task in dataset.tasks]
                 policy.check_room(texts, [cell.settings(e.agent.compaction) for cell in to_run])
                 await policy.ready()
         return policy
@@ -290,13 +321,44 @@ class Chain:
         tags = {"variant": "zero-shot"}
         return await self._once(spec, self.runner.run(spec, body, total=None, unit="steps", tags=tags))
 
+    async def collect(self) -> StageOutcome | None:
+        """The trajectories of the stronger model, where the experiment asks one; some may be unfinished."""
+        settings, job, spec = self.experiment.collect, self.plan.collect_job, self.plan.collect()
+        if settings is None or job is None or spec is None:
+            return None
+        return await self._once(spec, self._collected(settings, job, spec))
+
+    async def _collected(self, settings: CollectSettings, job: CellJob, spec: StageSpec) -> StageOutcome:
+        policy = await self._checked(settings.endpoint, None, job.dataset, {job.cell: spec})
+        try:
+            return await self.runner.run(
+                spec,
+                collect.body(job, policy, job.folder(self.jobs), self.experiment.job, settings.min_reward),
+                total=len(job.trials()),
+                unit="trials",
+                tags={"stage": "collect", "variant": job.cell.variant, "dataset": job.dataset.name},
+            )
+        finally:
+            await policy.close()
+
     async def _sft(self, seed: int) -> StageOutcome:
-        e = self.experiment
-        spec = self.plan.sft(seed)
-        body = warmstart.body(e.warmstart, e.world, e.agent, seed, self.runner.cluster)
-        total = sum(stage.steps for stage in e.warmstart.sft.stages)
-        tags = {"variant": "base", "seed": seed}
-        return await self._once(spec, self.runner.run(spec, body, total=total, unit="steps", tags=tags))
+        return await self._once(self.plan.sft(seed), self._tuned(seed))
+
+    async def _tuned(self, seed: int) -> StageOutcome:
+        e, collected = self.experiment, await self.collect()
+        if collected is not None and collected.unfinished:
+            raise CommandError(
+                f"collect: {collected.unfinished}. The same command goes on with it; or train on what "
+                "there is: `compactionrl collect` with these settings writes it to a file for sft.data"
+            )
+        trajectories = None if collected is None else collected.folder / TRAJECTORIES
+        return await self.runner.run(
+            self.plan.sft(seed),
+            warmstart.body(e.warmstart, e.world, e.agent, seed, self.runner.cluster, trajectories),
+            total=sum(stage.steps for stage in e.warmstart.sft.stages),
+            unit="steps",
+            tags={"variant": "base", "seed": seed},
+        )
 
     async def _train(self, variant: Variant, seed: int, spec: StageSpec) -> StageOutcome:
         sft = await self._sft(seed)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compaction.engines.credentials import take_userinfo
+from flows.cli_collect import collect
 from flows.cli_options import (
     BaseModel,
     DryRun,
@@ -107,6 +108,7 @@ def reproduce(
     )
 
 
+app.command()(collect)
 app.command()(sweep)
 app.add_typer(tasks_app)
 

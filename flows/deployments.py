@@ -7,7 +7,7 @@ Prefect starts, from its UI, a schedule or a work pool, opens the same by itself
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Annotated, Any
@@ -18,9 +18,11 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field
 
-from evaluation.settings import SandboxKind
+from compaction.engines.endpoint_settings import EndpointSettings
+from evaluation.settings import DatasetSettings, SandboxKind
 from flows.chain import Plan
 from flows.cli_options import overrides_of, text
+from flows.collect import collect_trajectories
 from flows.experiment import Experiment, Variant
 from flows.options import RunOptions
 from flows.reproduce import run_plan
@@ -58,7 +60,7 @@ async def reproduce(
         force: Run every stage again, finished or not.
     """
     request = Request("reproduce", preset, flags_of(variants=variants, seeds=seeds), overrides, force)
-    return await _run(request, Plan)
+    return await _run(request, _planned(Plan))
 
 
 @flow(flow_run_name=_run_name, persist_result=False)
@@ -98,7 +100,35 @@ async def sweep(
     texts = overrides_of(**{name: text(value) for name, value in (tasks | endpoint).items() if value})
     flags = (*flags_of(variants=variants, seeds=seeds, **axes), *texts)
     request = Request("sweep", preset, flags, overrides, force)
-    return await _run(request, partial(Plan, full_product=True))
+    return await _run(request, _planned(partial(Plan, full_product=True)))
+
+
+@flow(flow_run_name=_run_name, persist_result=False)
+async def collect(
+    preset: str = "collect",
+    dataset: str = "",
+    env: SandboxKind = "docker",
+    base_url: str = "",
+    model: str = "",
+    overrides: tuple[str, ...] = (),
+    force: bool = False,
+) -> Any:
+    """Let a stronger model solve real tasks, and keep what it solved to fine-tune on.
+
+    Args:
+        preset: Name of a preset or path of a YAML file; it may hold collect.
+        dataset: Real tasks: bench12, a folder of task folders, a list file, registry.json; none = the preset's.
+        env: Sandbox of the tasks: docker, or local (bubblewrap).
+        base_url: Address of an OpenAI-compatible endpoint; none = the preset's. Its key stays in the environment.
+        model: The model's name there.
+        overrides: Settings to change, each as KEY=VALUE, for example collect.repeats=4.
+        force: Write the file again from the trials that are there.
+    """
+    tasks = {"collect.dataset.path": dataset, "collect.dataset.sandbox.kind": env if dataset else ""}
+    endpoint = {"collect.endpoint.base_url": base_url, "collect.endpoint.model": model}
+    texts = overrides_of(**{name: text(value) for name, value in (tasks | endpoint).items() if value})
+    request = Request("collect", preset, ("sft=null", *texts), overrides, force)
+    return await _run(request, collect_trajectories)
 
 
 def flags_of(**values: tuple[Any, ...]) -> tuple[str, ...]:
@@ -106,15 +136,25 @@ def flags_of(**values: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(f"{name}={','.join(map(str, value))}" for name, value in values.items() if value)
 
 
-async def _run(request: Request, make_plan: Callable[[Experiment], Plan]) -> Any:
-    """The plan's result. What is no bug ends the run as Failed with one message, as the command line would print it."""
+Work = Callable[[Experiment, RunOptions], Awaitable[dict[str, Any]]]
+"""What a flow does once everything is open"""
+
+
+def _planned(make_plan: Callable[[Experiment], Plan]) -> Work:
+    async def work(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
+        return await run_plan(make_plan(experiment), options)
+
+    return work
+
+
+async def _run(request: Request, work: Work) -> Any:
+    """The work's result. What is no bug ends the run as Failed with one message, as the command line would print it."""
     try:
         if command := COMMAND.get():
-            experiment, options = command
-            result = await run_plan(make_plan(experiment), options)
+            result = await work(*command)
         else:
             with deployed_run(request) as (experiment, options):
-                result = await run_plan(make_plan(experiment), options)
+                result = await work(experiment, options)
     except CommandError as error:
         return failed(error)
     if result["status"] == "partial":
@@ -124,26 +164,11 @@ async def _run(request: Request, make_plan: Callable[[Experiment], Plan]) -> Any
 
 def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options: RunOptions) -> dict[str, Any]:
     """Run a flow with what the command line has opened. Its parameters say what was asked for, as the form would."""
-    e = experiment
-    parameters: dict[str, Any] = {}
-    if prefect_flow is sweep:
-        axes = e.evaluation
-        parameters = {"windows": axes.windows, "caps": axes.caps, "keep_recent": axes.keep_recents}
-        if axes.dataset:
-            parameters |= {"dataset": axes.dataset.path, "env": axes.dataset.sandbox.kind}
-        if e.endpoint:
-            parameters |= {"base_url": e.endpoint.base_url, "model": e.endpoint.model}
+    parameters = _parameters(prefect_flow, experiment)
     token = COMMAND.set((experiment, options))
     try:
         result: dict[str, Any] = asyncio.run(
-            prefect_flow(
-                preset=options.preset,
-                variants=e.variants,
-                seeds=e.seeds,
-                overrides=options.overrides,
-                force=options.force,
-                **parameters,
-            )
+            prefect_flow(preset=options.preset, overrides=options.overrides, force=options.force, **parameters)
         )
     except TerminationSignal as signal:  # Prefect's own, where SIGTERM met the waiting event loop instead of the flow
         raise Terminated from signal
@@ -157,3 +182,20 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
     finally:
         COMMAND.reset(token)
     return result
+
+
+def _parameters(prefect_flow: Flow[..., Any], e: Experiment) -> dict[str, Any]:
+    """What the form of that flow would hold."""
+    if prefect_flow is collect:
+        return {} if e.collect is None else _served(e.collect.dataset, e.collect.endpoint)
+    policies = {"variants": e.variants, "seeds": e.seeds}
+    if prefect_flow is not sweep:
+        return policies
+    axes = e.evaluation
+    swept = {"windows": axes.windows, "caps": axes.caps, "keep_recent": axes.keep_recents}
+    return policies | swept | _served(axes.dataset, e.endpoint)
+
+
+def _served(dataset: DatasetSettings | None, endpoint: EndpointSettings | None) -> dict[str, Any]:
+    tasks = {} if dataset is None else {"dataset": dataset.path, "env": dataset.sandbox.kind}
+    return tasks | ({} if endpoint is None else {"base_url": endpoint.base_url, "model": endpoint.model})

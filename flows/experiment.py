@@ -16,6 +16,8 @@ from evaluation.settings import DatasetSettings, JobSettings
 from evaluation.tasksets.trail import Split, TrailSettings
 from flows.presets_loader import load_settings
 from rl.settings import PPOSettings, TrainerSettings
+from tasks.collect import CollectSettings
+from tasks.errors import UserError
 from tasks.ppo import LoopSettings, Training
 from tasks.warmstart import WarmstartSettings
 from tasks.wiring import SampledBy
@@ -27,8 +29,8 @@ PRESETS = Path(__file__).parent / "presets"
 Engine = Literal["torch", "vllm", "openai"]
 ENDPOINT_FIELDS = {"endpoint", "summary_endpoint"}
 TRAINING_FIELDS = {
-    *("seeds", "variants", "world", "dataset", "long_window", "group_size", "sft", "critic_steps", "ppo", "trainer"),
-    "loop",
+    *("seeds", "variants", "world", "dataset", "long_window", "group_size", "collect", "sft", "critic_steps", "ppo"),
+    *("trainer", "loop"),
 }
 Variant = Literal[
     "zero-shot",
@@ -120,6 +122,7 @@ class Experiment(Settings):
     agent: AgentSettings = AgentSettings()
     long_window: int = Field(131_072, ge=1, description="the one window of no-compaction-long, in tokens")
     group_size: int = Field(8, ge=2, description="rollouts per prompt of the group estimator (supo, grpo)")
+    collect: CollectSettings | None = Field(None, description="a stronger model that makes trajectories for sft.data")
     sft: WarmstartSettings | None = Field(None, description="the warm start; engine openai has none")
     critic_steps: int = Field(50, ge=1, description="critic pretraining steps (the paper's 50)")
     ppo: PPOSettings = PPOSettings()
@@ -136,9 +139,10 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _somebody_acts(self) -> Experiment:
-        if self.engine != "openai" and self.sft is None:
+        if self.engine != "openai" and self.sft is None and self.collect is None:
             raise ValueError(
-                f"engine {self.engine} trains a model and needs sft; take a preset that has it, such as tiny"
+                f"engine {self.engine} trains a model and needs sft (take a preset that has it, such as tiny), or asks a "
+                "stronger one and needs collect (--dataset bench12 --base-url http://HOST:PORT/v1 --model NAME)"
             )
         if self.engine != "openai" and (self.endpoint or self.summary_endpoint):
             raise ValueError(
@@ -153,7 +157,9 @@ class Experiment(Settings):
                 f"agent.thinking={self.agent.thinking} needs the chat template, which is the endpoint's own; leave it "
                 "null, and say it to the server: endpoint.request_extra={chat_template_kwargs: {enable_thinking: …}}"
             )
-        unpriced = [e.model for e in (self.endpoint, self.summary_endpoint) if e is not None and not e.priced]
+        teacher = None if self.collect is None else self.collect.endpoint
+        endpoints = (self.endpoint, self.summary_endpoint, teacher)
+        unpriced = [e.model for e in endpoints if e is not None and not e.priced]
         if self.job.max_cost is not None and unpriced:
             raise ValueError(f"job.max_cost needs the prices of {', '.join(unpriced)}: --price INPUT,CACHED,OUTPUT")
         return self
@@ -162,6 +168,15 @@ class Experiment(Settings):
     def _zero_shot_is_of_a_model(self) -> Experiment:
         if "zero-shot" in self.variants and (self.sft is None or self.sft.model is None):
             raise ValueError("variant zero-shot is a pretrained model as it is: give one with --model")
+        return self
+
+    @model_validator(mode="after")
+    def _collected_is_read(self) -> Experiment:
+        reads = self.sft is not None and self.sft.reads_collected
+        if reads and self.collect is None:
+            raise ValueError("sft.data reads what stage collect makes, but collect is not set: give collect.endpoint …")
+        if self.collect is not None and self.sft is not None and not reads:
+            raise ValueError("collect is set, but no entry of sft.data reads it: add {trajectories: collect} there")
         return self
 
     @model_validator(mode="after")
@@ -194,7 +209,9 @@ class Experiment(Settings):
 
     @property
     def warmstart(self) -> WarmstartSettings:
-        assert self.sft is not None, "validated: who trains has it"
+        """Raises UserError for an experiment that only collects trajectories."""
+        if self.sft is None:
+            raise UserError(f"{self.name} trains nothing: it has no sft; take a preset that has it, such as tiny")
         return self.sft
 
     @property

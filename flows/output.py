@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,15 @@ def print_result(console: Console, result: Mapping[str, Any], run: RunFolder) ->
         lines["log"] = str(run.logs / "run.log")
     lines["resume" if result["status"] != "ok" else "run again"] = str(run.record["command"])
     console.print(STATUS_TEXT[result["status"]])
-    for error in result.get("errors", []):
+    print_places(console, result.get("errors", []), lines)
+
+
+def print_places(console: Console, errors: Sequence[str], places: Mapping[str, str]) -> None:
+    """What went wrong, and where everything is."""
+    for error in errors:
         console.print(f"  [red]✗[/] {escape(_message(error))}", highlight=False, soft_wrap=True)
-    width = max(map(len, lines))
-    for name, text in lines.items():
+    width = max(map(len, places))
+    for name, text in places.items():
         console.print(f"  [bold]{name:<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from compaction.files import write_durably
 from evaluation.analysis.pooling import PresetPoint
 from evaluation.results import CellResult
-from flows.chain import Chain, Plan, in_order
-from flows.costs import job_costs
+from flows.chain import Chain, Plan, Planned, in_order
+from flows.costs import collect_costs, evaluation_costs
 from flows.experiment import Experiment
 from flows.options import RunOptions
 from flows.pages import flow_run_page, mlflow_note, publish_mlflow_link, publish_result
@@ -48,17 +49,34 @@ def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
     planned = plan.look_up(StageStore(options.home.stages), force=options.force)
     cells = [p.spec.label for p in planned if p.spec.stage == "evaluate"]
     trials = len(cells) * plan.n_tasks * plan.experiment.evaluation.repeats
-    cost = {"trials": f"{trials:,}"} if plan.dataset is None else job_costs(plan, options.home.jobs)
+    cost = {"trials": f"{trials:,}"} if plan.dataset is None else evaluation_costs(plan, options.home.jobs)
+    collecting = {f"collect: {name}": text for name, text in collect_costs(plan, options.home.jobs).items()}
     return {
         "experiment": plan.experiment.config(),
-        "stages": [{"name": p.spec.stage, "label": p.spec.label, "cached": p.cached, "why": p.why} for p in planned],
+        "stages": shown(planned),
         "cells": cells,
-        "cost": cost | {"stages to run": str(sum(not p.cached for p in planned))},
+        "cost": collecting | cost | {"stages to run": str(sum(not p.cached for p in planned))},
     }
+
+
+def shown(planned: Sequence[Planned]) -> list[dict[str, Any]]:
+    """Stages as a plan shows them."""
+    return [{"name": p.spec.stage, "label": p.spec.label, "cached": p.cached, "why": p.why} for p in planned]
 
 
 async def run_plan(plan: Plan, options: RunOptions) -> dict[str, Any]:
     """Runs the plan inside a Prefect flow run."""
+    with opened_chain(plan, options) as (chain, run, publisher):
+        await chain.run()
+        result = _finish(plan, chain, run)
+        assert options.services is not None
+        publish_result(publisher, options.services, run, result)
+        return result
+
+
+@contextmanager
+def opened_chain(plan: Plan, options: RunOptions) -> Iterator[tuple[Chain, RunFolder, Publisher]]:
+    """The plan's chain, inside a Prefect flow run, with the MLflow run and the cluster that its stages use."""
     if options.services is None or options.run is None:
         raise ValueError("a run needs services and a run folder")
     from prefect.runtime import flow_run
@@ -100,18 +118,14 @@ async def run_plan(plan: Plan, options: RunOptions) -> dict[str, Any]:
                 force=options.force,
                 on_record=lambda records: run.update(stages=[asdict(r) for r in records]),
             )
-            chain = Chain(plan, runner, options.home.jobs)
-            await chain.run()
-            result = _finish(plan, chain, run, tracker)
-            publish_result(publisher, services, run, result)
-            return result
+            yield Chain(plan, runner, options.home.jobs), run, publisher
     finally:
         cluster.close()
 
 
-def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
+def _finish(plan: Plan, chain: Chain, run: RunFolder) -> dict[str, Any]:
     """results.json, the report, and the object that the command prints."""
-    outcomes = in_order(chain.results, plan)
+    outcomes, parent = in_order(chain.results, plan), chain.runner.tracker.parent
     if not outcomes:
         raise chain.errors[0] if chain.errors else CommandError("nothing was evaluated; name at least one variant")
     result = {
@@ -123,12 +137,12 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder, tracker: Tracker) -> dict[
         "jobs": str(chain.jobs_folder) if plan.dataset else None,
         "preset_point": _point(plan.experiment).model_dump(),
         "provenance": provenance(plan),
-        "mlflow_run_id": tracker.parent.run_id,
+        "mlflow_run_id": parent.run_id,
     }
     write_durably(run.results, json.dumps(result, indent=1, allow_nan=False))
     write_run_report(run, chain.runner.store.root)
     for path in (run.report, run.results, *_write_tables(run, result)):
-        tracker.parent.log_file(path)
+        parent.log_file(path)
     run.update(errors=result["errors"], status=result["status"])
     return result
 

@@ -55,8 +55,12 @@ def run_flow(
     force: bool,
     dry_run: bool,
     json_output: bool,
+    show: Callable[[Console, dict[str, Any], RunFolder], None] | None = None,
 ) -> int:
-    """Run one flow and return the exit code. `flags` are overrides that have an option of their own."""
+    """Run one flow and return the exit code.
+
+    `flags` are overrides that have an option of their own; `show` prints the result, if another way than usual.
+    """
     with guarded(json_output=json_output):
         from flows.options import RunOptions
         from tasks.progress import open_progress
@@ -68,7 +72,7 @@ def run_flow(
             with open_progress("log") as progress:
                 plan = flow(experiment, RunOptions(home=home, progress=progress, force=force, dry_run=True))
             return _show_plan(plan, json_output)
-        return _run(flow, experiment, request, home, json_output)
+        return _run(flow, experiment, request, home, json_output, show)
     raise AssertionError("guarded leaves by an exception")
 
 
@@ -91,12 +95,16 @@ class Request:
         from tasks.stages import explained
 
         experiment = load_experiment(self.preset, [*self.flags, *self.overrides])
-        for dataset in (experiment.evaluation.dataset, experiment.dataset):
+        collected_on = experiment.collect.dataset if experiment.collect else None
+        for dataset in (experiment.evaluation.dataset, experiment.dataset, collected_on):
             if dataset is not None:
                 open_dataset(dataset)
         if experiment.engine == "vllm" and not experiment.loop.vllm.servers:
             with explained("--engine vllm"):
                 require_vllm()
+        for data in experiment.sft.trajectories if experiment.sft else ():
+            if not data.collected:
+                data.files()
         if experiment.sft is not None and experiment.sft.model is not None:
             with explained("--model"):
                 local_model(experiment.sft.model)
@@ -132,6 +140,7 @@ def _run(
     request: Request,
     home: Home,
     json_output: bool,
+    show: Callable[[Console, dict[str, Any], RunFolder], None] | None,
 ) -> int:
     from flows.options import RunOptions
     from flows.output import print_result
@@ -164,7 +173,7 @@ def _run(
     if json_output:
         print(json.dumps(result, indent=2, allow_nan=False), flush=True)
     else:
-        print_result(Console(), result, run)
+        (show or print_result)(Console(), result, run)
     return EXIT_CODES[result["status"]]
 
 

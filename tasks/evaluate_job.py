@@ -103,32 +103,40 @@ def body(job: CellJob, policy: Policy, folder: Path, settings: JobSettings) -> B
     """Runs the trials that have no valid result; the result is the cell's CellResult, Unfinished while any lacks."""
 
     async def run(stage: StageRun) -> dict[str, Any] | Unfinished:
-        trials = Job(folder, job.decides(), job.trials(), concurrency=settings.concurrency, attempts=settings.attempts)
-        agent = cell_agent(job.cell, job.agent)
-
-        async def attempt(trial: Trial, evidence: Path) -> Rollout:
-            task = replace(cast(FolderTask, trial.task), evidence=evidence)
-            return await policy.rollout(RolloutRequest(evidence.name, task, trial.seed, agent))
-
-        def on_progress(progress: JobProgress) -> None:
-            stage.progress.update(progress.done, progress.shown())
-
-        if job.settings.sandbox.kind == "docker":
-            await asyncio.to_thread(ensure_images, job.dataset)
-        await policy.ready()
-        outcome = await trials.run(attempt, on_progress)
-        if not outcome.results:
-            raise CommandError(f"no trial could be run. {outcome.stopped}")
-        kept = [_rollout(trials, outcome.results[i].key) for i in worth_reading(outcome.results)]
+        trials, outcome = await run_trials(job, policy, folder, settings, stage)
+        kept = [kept_rollout(trials, outcome.results[i].key) for i in worth_reading(outcome.results)]
         result = record(job.cell, outcome.results, kept, stage)
         if outcome.complete:
             return result
-        return Unfinished(result, _why_unfinished(trials, outcome))
+        return Unfinished(result, why_unfinished(trials, outcome))
 
     return run
 
 
-def _why_unfinished(job: Job, outcome: JobOutcome) -> str:
+async def run_trials(
+    job: CellJob, policy: Policy, folder: Path, settings: JobSettings, stage: StageRun
+) -> tuple[Job, JobOutcome]:
+    """Runs what has no valid result. Raises CommandError where not one trial could be run."""
+    trials = Job(folder, job.decides(), job.trials(), concurrency=settings.concurrency, attempts=settings.attempts)
+    agent = cell_agent(job.cell, job.agent)
+
+    async def attempt(trial: Trial, evidence: Path) -> Rollout:
+        task = replace(cast(FolderTask, trial.task), evidence=evidence)
+        return await policy.rollout(RolloutRequest(evidence.name, task, trial.seed, agent))
+
+    def on_progress(progress: JobProgress) -> None:
+        stage.progress.update(progress.done, progress.shown())
+
+    if job.settings.sandbox.kind == "docker":
+        await asyncio.to_thread(ensure_images, job.dataset)
+    await policy.ready()
+    outcome = await trials.run(attempt, on_progress)
+    if not outcome.results:
+        raise CommandError(f"no trial could be run. {outcome.stopped}")
+    return trials, outcome
+
+
+def why_unfinished(job: Job, outcome: JobOutcome) -> str:
     """How many trials have no reward, and what most of them met."""
     errored = [r for r in outcome.results if r.reward is None]
     missing = len(job.trials) - len(outcome.results) + len(errored)
@@ -141,7 +149,7 @@ def _why_unfinished(job: Job, outcome: JobOutcome) -> str:
     return f"{text}; {count} of them {most}, such as {first.key.task}: {detail}"
 
 
-def _rollout(job: Job, key: TrialKey) -> Rollout:
+def kept_rollout(job: Job, key: TrialKey) -> Rollout:
     (rollout,) = read_rollouts(job.paths.trial(key.task, key.repeat).rollout)
     return rollout
 
