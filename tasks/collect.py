@@ -30,7 +30,7 @@ from tasks.policies import Policy
 from tasks.real_tasks import open_dataset
 from tasks.stages import Body, StageRun, Unfinished
 
-TRAJECTORIES, SUMMARY = "trajectories.parquet", "summary.json"
+TRAJECTORIES, SUMMARY = "rollouts.parquet", "summary.json"
 
 
 class CollectSettings(Settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -195,8 +196,9 @@ def test_interrupted_it_goes_on_without_paying_twice(teacher: Teacher) -> None:
     chosen = teacher.arguments("--job", "interrupted", "--concurrency", "1")
     process = teacher.start(*chosen)
     events = teacher.home / "jobs" / "interrupted"
-    while not any(teacher.started("interrupted")[key] for key in teacher.started("interrupted")):
+    while not teacher.started("interrupted"):
         assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
