@@ -17,7 +17,7 @@ from compaction.engines.endpoint_settings import EndpointSettings
 from evaluation.grid import Cell, greedy_cell, one_factor_cells, product_cells
 from evaluation.job import set_aside
 from evaluation.tasksets.datasets import Dataset
-from flows.experiment import UNTRAINED, Experiment, Variant
+from flows.experiment import Experiment, Variant
 from tasks import collect, evaluate, evaluate_job, ppo, warmstart
 from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
 from tasks.collect import TRAJECTORIES, CollectSettings
