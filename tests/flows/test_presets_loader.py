@@ -134,11 +134,12 @@ def test_plain_sizes() -> None:
 
 @pytest.mark.parametrize("name", preset_names(PRESETS))
 def test_every_shipped_preset_loads(name: str) -> None:
-    asked = ENDPOINT if name == "endpoint" else []
+    asked = {"endpoint": ENDPOINT, "collect": COLLECT}.get(name, [])
     assert load_experiment(name, asked).name == name
 
 
 ENDPOINT = ["endpoint.base_url=http://localhost:1/v1", "endpoint.model=m", "evaluation.dataset.path=bench12"]
+COLLECT = ["collect.endpoint.base_url=http://localhost:1/v1", "collect.endpoint.model=m", "collect.dataset.path=bench12"]
 
 
 @pytest.mark.parametrize(
