@@ -27,7 +27,10 @@ class PromptPack(Settings):
     """The texts of a compaction. A model holds only for the pack it was trained with: it is recorded with each run."""
 
     name: str
-    system: str = Field(description="system prompt of the agent, byte-identical in every window")
+    system: str = Field(
+        description="system prompt of the agent, byte-identical in every window; {act} and {finish} stand for what the "
+        "scaffold says of acting and ending"
+    )
     summary_instruction: str = Field(description="q_sum: appended to the history to ask for a summary; never trained")
     resume: str = Field(description="u_resume: opens a resumed window; {summary} stands for the summary's body")
     summary_pattern: str = Field(description="regular expression a summary must contain; its group `body` is kept")
@@ -49,6 +52,9 @@ class PromptPack(Settings):
         if "{summary}" not in text:
             raise ValueError("resume must contain {summary}")
         return text
+
+    def system_prompt(self, scaffold: Scaffold) -> str:
+        return self.system.replace("{act}", scaffold.act).replace("{finish}", scaffold.finish)
 
     def resume_message(self, body: str) -> str:
         return self.resume.replace("{summary}", body)

@@ -236,7 +236,8 @@ class Chain:
             to_run = [cell for cell, hit in zip(cells, found, strict=True) if not isinstance(hit, Hit)]
             if to_run:
                 texts = [task.instruction for task in self.plan.dataset.tasks]
-                policy.check_room(texts, [cell.settings(e.agent.compaction) for cell in to_run])
+                kept = [cell.settings(e.agent.compaction) for cell in to_run]
+                policy.check_room(texts, [e.agent.model_copy(update={"compaction": one}) for one in kept])
                 await policy.ready()
         return policy
 

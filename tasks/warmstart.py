@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from compaction.agent import run_rollout
 from compaction.protocols import Renderer
 from compaction.rollout import Rollout
+from compaction.scaffolds import load_scaffold
 from compaction.settings import AgentSettings, Settings
 from compaction.summaries import load_prompt_pack
 from evaluation.tasksets.trail import TrailSettings, trail_tasks
@@ -259,7 +260,8 @@ def _resume(root: Path, policy: Any, optimizer: Any) -> int:
 def corpus(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings) -> Iterator[str]:
     """Text that trains the tokenizer: the world's, and the prompt pack's, so that its words are single tokens too."""
     pack = load_prompt_pack(agent.compaction.prompt_pack)
-    yield from [pack.system, pack.summary_instruction] * settings.corpus_tasks
+    system = pack.system_prompt(load_scaffold(agent.scaffold))
+    yield from [system, pack.summary_instruction] * settings.corpus_tasks
     yield from world_text(world, seed=0, n=settings.corpus_tasks)
 
 
