@@ -62,7 +62,10 @@ class PromptPack(Settings):
 
 @cache
 def load_prompt_pack(name: str) -> PromptPack:
-    """A shipped pack by name, or a pack from a YAML file by path. Raises ValueError with what is allowed."""
+    """A shipped pack by name, or by path a pack from a YAML file or from the `compaction.json` beside a model.
+
+    Raises ValueError with what is allowed.
+    """
     folder = files("compaction") / "prompts"
     shipped = folder / f"{name}.yaml"
     if shipped.is_file():
@@ -73,7 +76,8 @@ def load_prompt_pack(name: str) -> PromptPack:
         known = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
         raise ValueError(f"prompt pack {name!r} is neither a file nor a shipped pack ({', '.join(known)})")
     try:
-        return PromptPack.model_validate(yaml.safe_load(text))
+        content = yaml.safe_load(text)  # JSON is YAML
+        return PromptPack.model_validate(content.get("prompt_pack", content) if isinstance(content, dict) else content)
     except yaml.YAMLError as error:
         raise ValueError(f"prompt pack {name!r} is not YAML: {error}") from error
 

@@ -22,6 +22,7 @@ from tasks.caching import Hit, StageOutcome, StageSpec, StageStore
 from tasks.endpoint_policy import BudgetUsedUp, EndpointPolicy
 from tasks.errors import CommandError
 from tasks.evaluate_job import CellJob, endpoint_identity
+from tasks.model_card import write_card
 from tasks.policies import CheckpointPolicy
 from tasks.real_tasks import open_dataset
 from tasks.stages import StageRunner, explained
@@ -278,12 +279,13 @@ class Chain:
         )
 
     async def _policy(self, variant: Variant, seed: int) -> StageOutcome:
+        """The variant's checkpoint, with a card beside its weights."""
         if variant == "zero-shot":
             return await self._zero_shot()
-        if variant == "base":
-            return await self._sft(seed)
         spec = self.plan.policy(variant, seed)
-        return await self._once(spec, self._train(variant, seed, spec))
+        outcome = await (self._sft(seed) if variant == "base" else self._once(spec, self._train(variant, seed, spec)))
+        write_card(outcome.folder / "checkpoint")
+        return outcome
 
     async def _zero_shot(self) -> StageOutcome:
         e, spec = self.experiment, self.plan.zero_shot()

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+SWEPT, TASKS = "What is swept", "Tasks"
+
+
+def option(help_text: str, panel: str | None, *names: str, **more: Any) -> Any:
+    """An option without a default, under the heading `panel` of a command's help."""
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False, **more)
+
 
 Preset = Annotated[
     str,
@@ -31,6 +39,19 @@ SampledBy = Annotated[
         "--engine",
         help="What samples: torch (in-process, the default), or vllm (installed apart, see the README).",
         show_default=False,
+    ),
+]
+DatasetPath = Annotated[
+    str | None,
+    option("[cyan]bench12[/], a folder of Harbor task folders, a list file, or registry.json[:NAME].", TASKS),
+]
+SandboxChoice = Annotated[Literal["docker", "local"] | None, option("Sandbox: docker, or local (bubblewrap).", TASKS)]
+PromptPackFile = Annotated[
+    str | None,
+    option(
+        "Summary instruction and resume text: a name, a YAML file, or a model's compaction.json.",
+        None,
+        metavar="NAME|FILE",
     ),
 ]
 Overrides = Annotated[

@@ -7,17 +7,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flows.cli_options import DryRun, Force, Json, Overrides, Seeds, Variants, overrides_of, text
+from flows.cli_options import (
+    SWEPT,
+    TASKS,
+    DatasetPath,
+    DryRun,
+    Force,
+    Json,
+    Overrides,
+    PromptPackFile,
+    SandboxChoice,
+    Seeds,
+    Variants,
+    option,
+    overrides_of,
+    text,
+)
 
 if TYPE_CHECKING:
     from flows.experiment import Experiment
     from flows.options import RunOptions
 
-AXES, TASKS, MODEL, JOB = "What is swept", "Tasks", "Model behind an endpoint", "How trials are run"
-
-
-def _option(help_text: str, panel: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False, **more)
+MODEL, JOB = "Model behind an endpoint", "How trials are run"
 
 
 def sweep(
@@ -31,81 +42,74 @@ def sweep(
             help="Name of a preset or path of a YAML file; default: tiny, or endpoint with [cyan]--engine openai[/].",
         ),
     ] = None,
-    windows: Annotated[str | None, _option("Windows in tokens: [cyan]32k,64k[/] (1k = 1,024).", AXES)] = None,
-    caps: Annotated[str | None, _option("Most compactions per rollout: [cyan]0,1,3[/]; 0 = one window.", AXES)] = None,
+    windows: Annotated[str | None, option("Windows in tokens: [cyan]32k,64k[/] (1k = 1,024).", SWEPT)] = None,
+    caps: Annotated[str | None, option("Most compactions per rollout: [cyan]0,1,3[/]; 0 = one window.", SWEPT)] = None,
     keep_recent: Annotated[
-        str | None, _option("Turns kept verbatim after a compaction: [cyan]0,2[/].", AXES, "--keep-recent")
+        str | None, option("Turns kept verbatim after a compaction: [cyan]0,2[/].", SWEPT, "--keep-recent")
     ] = None,
-    threshold: Annotated[str | None, _option("Compact when fewer tokens than this are free.", AXES)] = None,
-    max_response: Annotated[str | None, _option("Most tokens of one action.", AXES, "--max-response")] = None,
-    summary_cap: Annotated[str | None, _option("Most tokens of a summary.", AXES, "--summary-cap")] = None,
-    prompt_pack: Annotated[
-        str | None, _option("Summary instruction and resume text, by name or YAML file.", AXES, "--prompt-pack")
-    ] = None,
-    temperature: Annotated[float | None, _option("Sampling temperature; 0 = greedy.", AXES, min=0)] = None,
+    threshold: Annotated[str | None, option("Compact when fewer tokens than this are free.", SWEPT)] = None,
+    max_response: Annotated[str | None, option("Most tokens of one action.", SWEPT, "--max-response")] = None,
+    summary_cap: Annotated[str | None, option("Most tokens of a summary.", SWEPT, "--summary-cap")] = None,
+    prompt_pack: PromptPackFile = None,
+    temperature: Annotated[float | None, option("Sampling temperature; 0 = greedy.", SWEPT, min=0)] = None,
     variants: Variants = None,
     seeds: Seeds = None,
-    dataset: Annotated[
-        str | None,
-        _option("[cyan]bench12[/], a folder of Harbor task folders, a list file, or registry.json[:NAME].", TASKS),
-    ] = None,
-    env: Annotated[Literal["docker", "local"] | None, _option("Sandbox: docker, or local (bubblewrap).", TASKS)] = None,
+    dataset: DatasetPath = None,
+    env: SandboxChoice = None,
     network: Annotated[
-        Literal["task", "none"] | None, _option("none: no network, whatever the task asks for.", TASKS)
+        Literal["task", "none"] | None, option("none: no network, whatever the task asks for.", TASKS)
     ] = None,
-    include: Annotated[str | None, _option("Only tasks whose id fits a glob: [cyan]'git-*,log-*'[/].", TASKS)] = None,
-    exclude: Annotated[str | None, _option("Without tasks whose id fits a glob.", TASKS)] = None,
-    limit: Annotated[int | None, _option("Most tasks of the dataset.", TASKS, min=1)] = None,
+    include: Annotated[str | None, option("Only tasks whose id fits a glob: [cyan]'git-*,log-*'[/].", TASKS)] = None,
+    exclude: Annotated[str | None, option("Without tasks whose id fits a glob.", TASKS)] = None,
+    limit: Annotated[int | None, option("Most tasks of the dataset.", TASKS, min=1)] = None,
     sample_seed: Annotated[
-        int | None, _option("Draw the tasks of --limit at random under this seed.", TASKS, "--sample-seed")
+        int | None, option("Draw the tasks of --limit at random under this seed.", TASKS, "--sample-seed")
     ] = None,
-    max_turns: Annotated[int | None, _option("Most turns of a trial.", TASKS, "--max-turns", min=1)] = None,
-    repeats: Annotated[int | None, _option("Attempts per task.", TASKS, min=1)] = None,
+    max_turns: Annotated[int | None, option("Most turns of a trial.", TASKS, "--max-turns", min=1)] = None,
+    repeats: Annotated[int | None, option("Attempts per task.", TASKS, min=1)] = None,
     engine: Annotated[
         Literal["torch", "vllm", "openai"] | None,
-        _option("torch, vllm: checkpoints of the preset; openai: an OpenAI-compatible endpoint.", MODEL),
+        option("torch, vllm: checkpoints of the preset; openai: an OpenAI-compatible endpoint.", MODEL),
     ] = None,
     base_url: Annotated[
-        str | None, _option("Address before /chat/completions: [cyan]http://localhost:8000/v1[/].", MODEL, "--base-url")
+        str | None, option("Address before /chat/completions: [cyan]http://localhost:8000/v1[/].", MODEL, "--base-url")
     ] = None,
     model: Annotated[
         str | None,
-        _option("Its name, as the endpoint lists it; with another engine a pretrained model's folder.", MODEL),
+        option("Its name, as the endpoint lists it; with another engine a pretrained model's folder.", MODEL),
     ] = None,
     api_key_env: Annotated[
-        str | None, _option("NAME of the variable that holds the key (default OPENAI_API_KEY).", MODEL, "--api-key-env")
+        str | None, option("NAME of the variable that holds the key (default OPENAI_API_KEY).", MODEL, "--api-key-env")
     ] = None,
     request_extra: Annotated[
         str | None,
-        _option("Further fields of each request, as JSON: [cyan]'{\"top_p\": 0.95}'[/].", MODEL, "--request-extra"),
+        option("Further fields of each request, as JSON: [cyan]'{\"top_p\": 0.95}'[/].", MODEL, "--request-extra"),
     ] = None,
     tokenizer: Annotated[
-        str | None, _option("Folder of the model's tokenizer, where the server has none to ask.", MODEL)
+        str | None, option("Folder of the model's tokenizer, where the server has none to ask.", MODEL)
     ] = None,
     reasoning: Annotated[
         Literal["keep", "drop", "count"] | None,
-        _option("Thinking beside the reply: sent back (keep), forgotten (drop), or only counted.", MODEL),
+        option("Thinking beside the reply: sent back (keep), forgotten (drop), or only counted.", MODEL),
     ] = None,
-    stream: Annotated[bool, _option("Receive replies piece by piece.", MODEL, "--stream")] = False,
+    stream: Annotated[bool, option("Receive replies piece by piece.", MODEL, "--stream")] = False,
     price: Annotated[
         str | None,
-        _option("US dollars per million tokens: [cyan]INPUT,CACHED,OUTPUT[/].", MODEL, metavar="USD,USD,USD"),
+        option("US dollars per million tokens: [cyan]INPUT,CACHED,OUTPUT[/].", MODEL, metavar="USD,USD,USD"),
     ] = None,
     summary_model: Annotated[
-        str | None, _option("Another model that writes the summaries.", MODEL, "--summary-model")
+        str | None, option("Another model that writes the summaries.", MODEL, "--summary-model")
     ] = None,
     summary_base_url: Annotated[
-        str | None, _option("Its address, if it is another.", MODEL, "--summary-base-url")
+        str | None, option("Its address, if it is another.", MODEL, "--summary-base-url")
     ] = None,
-    concurrency: Annotated[int | None, _option("Trials at once (default 4).", JOB, min=1)] = None,
-    job: Annotated[
-        str | None, _option("Name of the folder below jobs/ (default: made from the settings).", JOB)
-    ] = None,
+    concurrency: Annotated[int | None, option("Trials at once (default 4).", JOB, min=1)] = None,
+    job: Annotated[str | None, option("Name of the folder below jobs/ (default: made from the settings).", JOB)] = None,
     max_cost: Annotated[
-        float | None, _option("US dollars this command may spend; then it stops, to be resumed.", JOB, "--max-cost")
+        float | None, option("US dollars this command may spend; then it stops, to be resumed.", JOB, "--max-cost")
     ] = None,
     max_tokens: Annotated[
-        str | None, _option("Tokens this command may spend, prompts included.", JOB, "--max-tokens")
+        str | None, option("Tokens this command may spend, prompts included.", JOB, "--max-tokens")
     ] = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,

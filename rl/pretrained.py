@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl.errors import CheckpointNotFound, UnsupportedModel
+from rl.errors import CheckpointNotFound, MissingPackage, UnsupportedModel
 
 
 def local_model(name: str) -> Path | None:
@@ -21,6 +22,12 @@ def local_model(name: str) -> Path | None:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CheckpointNotFound(f"there is no folder {folder}; give the folder of a transformers checkpoint")
     return None
+
+
+def check_adapters_installed() -> None:
+    """Raises MissingPackage where peft is not installed. Imports nothing heavy."""
+    if find_spec("peft") is None:
+        raise MissingPackage("LoRA needs the package peft: pip install 'compactionrl[lora]', or leave lora unset")
 
 
 def find_model(name: str) -> Path:

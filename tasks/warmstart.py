@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from compaction.agent import run_rollout
+from compaction.pairing import Pairing, pairing_of, read_pairing, write_pairing
 from compaction.protocols import Renderer
 from compaction.rollout import Rollout
 from compaction.scaffolds import load_scaffold
@@ -25,6 +26,7 @@ from rl.rows import rows_of
 from rl.settings import SFTSettings, TinySettings
 from tasks.caching import StageSpec, describe_files
 from tasks.cluster import Cluster
+from tasks.provenance import trained_stage
 from tasks.stages import Body, StageRun
 
 STEPS_PER_REPORT = 20
@@ -90,6 +92,7 @@ SOURCES = (
     "rl/batching.py",
     "rl/checkpoint.py",
     "rl/logprobs.py",
+    "rl/lora.py",
     "rl/master_weights.py",
     "rl/models.py",
     "rl/optimization.py",
@@ -115,6 +118,7 @@ def spec(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
             "model": model_identity(settings.model),
             "world": world.model_dump(mode="json"),
             "agent": agent.model_dump(mode="json"),
+            "prompts": load_prompt_pack(agent.compaction.prompt_pack).model_dump(),
             "seed": seed,
         },
         packages=SOURCES,
@@ -154,7 +158,7 @@ def body(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings
                 stage.log(done, last, {"loss": last["sft/loss"]})
         except PROCESS_DIED as error:
             raise WorkerLost(f"the fine-tuning process died ({type(error).__name__})") from error
-        return {"checkpoint": "checkpoint", "loss": last.get("sft/loss")}
+        return {"checkpoint": "checkpoint", "base_model": settings.model, "loss": last.get("sft/loss")}
 
     return run
 
@@ -186,7 +190,8 @@ def warmstart(
     import torch
 
     from compaction.rendering import load_renderer
-    from rl.models import chosen_device, load_policy, save_policy
+    from rl.lora import add_adapters
+    from rl.models import chosen_device, load_policy
     from rl.sft import run_sft, sft_optimizer
 
     start = _start(folder, settings, world, agent, seed)
@@ -201,8 +206,10 @@ def warmstart(
     ]
     policy = load_policy(start, getattr(torch, settings.dtype)).to(chosen_device())
     if not settings.data:
-        save_policy(policy, folder / "checkpoint", start)
+        _save(policy, folder / "checkpoint", start, read_pairing(start))
         return
+    if settings.sft.lora is not None:
+        add_adapters(policy, policy.get_decoder(), settings.sft.lora)
     optimizer = sft_optimizer(policy, settings.sft)
     root, total = folder / CHECKPOINTS, sum(stage.steps for stage in settings.sft.stages)
     first = _resume(root, policy, optimizer)
@@ -211,8 +218,25 @@ def warmstart(
         yield done, metrics
         if done % settings.checkpoint_every == 0 and done < total:
             _checkpoint(root, done, policy, optimizer)
-    save_policy(policy, folder / "checkpoint", start)
+    _save(policy, folder / "checkpoint", start, _pairing(settings, agent, seed, start))
     shutil.rmtree(root, ignore_errors=True)
+
+
+def _save(policy: Any, folder: Path, start: Path, pairing: Pairing | None) -> None:
+    from rl.models import save_policy
+
+    save_policy(policy, folder, start)
+    if pairing is not None:
+        write_pairing(folder, pairing)
+
+
+def _pairing(settings: WarmstartSettings, agent: AgentSettings, seed: int, start: Path) -> Pairing:
+    """The pairing of the fine-tuned policy; what its base model was trained on comes first."""
+    before = read_pairing(start)
+    data = f"{sum(data.rollouts for data in settings.data):,} expert rollouts on the trail world"
+    steps = sum(stage.steps for stage in settings.sft.stages)
+    own = trained_stage("sft", data, steps, seed, settings.sft.model_dump(mode="json"))
+    return pairing_of(agent, settings.model, [*(before.training if before else ()), own])
 
 
 def _start(folder: Path, settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int) -> Path:
@@ -233,10 +257,11 @@ def _checkpoint(root: Path, step: int, policy: Any, optimizer: Any) -> None:
     import torch
 
     from rl.checkpoint import new_checkpoint
+    from rl.lora import learned_weights
 
     with new_checkpoint(root, step, {}) as folder:
         try:
-            torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state()}, folder / STATE)
+            torch.save({"policy": learned_weights(policy), "optimizer": optimizer.state()}, folder / STATE)
         except RuntimeError as error:  # what torch raises where a write fails
             raise OSError(str(error)) from error
 
@@ -246,13 +271,14 @@ def _resume(root: Path, policy: Any, optimizer: Any) -> int:
     import torch
 
     from rl.checkpoint import latest_checkpoint, load_checkpoint
+    from rl.lora import load_learned_weights
 
     folder = latest_checkpoint(root)
     if folder is None:
         return 0
     step = load_checkpoint(folder).step
     state = torch.load(folder / STATE, weights_only=True)
-    policy.load_state_dict(state["policy"])
+    load_learned_weights(policy, state["policy"])
     optimizer.restore(state["optimizer"])
     return step
 
