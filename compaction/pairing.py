@@ -18,7 +18,7 @@ from compaction.summaries import PromptPack, load_prompt_pack
 PAIRING = "compaction.json"
 CARD = "README.md"
 """A model's card, beside it"""
-FIXED = ("scaffold", "threshold", "summary_cap", "keep_task")
+FIXED = ("scaffold", "thinking", "threshold", "summary_cap", "keep_task")
 SWEPT = ("window", "cap", "keep_recent")
 TEXTS = ("system", "summary_instruction", "resume", "summary_pattern")
 
@@ -38,7 +38,8 @@ class TrainedStage(Settings):
 class Pairing(Settings):
     """What a user of the weights must keep, and where they come from. Sizes are tokens."""
 
-    scaffold: str = Field(description="how a reply becomes a command")
+    scaffold: str = Field(description="how the agent acts")
+    thinking: bool | None = Field(description="whether it thinks before each action; null = as its chat template says")
     prompt_pack: PromptPack = Field(description="the pack with its texts")
     window: int = Field(description="C")
     threshold: int = Field(description="T_comp: compact when fewer tokens than this are free")
@@ -58,6 +59,7 @@ def pairing_of(agent: AgentSettings, base_model: str | None, training: Sequence[
     compaction = agent.compaction.model_dump(exclude={"prompt_pack", "summary_retries"})
     return Pairing(
         scaffold=agent.scaffold,
+        thinking=agent.thinking,
         prompt_pack=load_prompt_pack(agent.compaction.prompt_pack),
         temperature=agent.temperature,
         base_model=base_model,
@@ -92,7 +94,7 @@ def pairing_differences(trained: Pairing, agent: AgentSettings, evaluated: Mappi
     `evaluated`: per name of SWEPT the values that are used here. Those of which there are several are swept on purpose:
     all of them together are one line.
     """
-    here: dict[str, Any] = {"scaffold": agent.scaffold, **agent.compaction.model_dump()}
+    here: dict[str, Any] = {"scaffold": agent.scaffold, "thinking": agent.thinking, **agent.compaction.model_dump()}
     here |= {name: values[0] for name, values in evaluated.items() if len(values) == 1}
     single = [*FIXED, *(name for name in SWEPT if len(evaluated[name]) == 1)]
     lines = [

@@ -60,6 +60,7 @@ def test_the_same_setting_is_no_difference() -> None:
     ("agent", "line"),
     [
         (AGENT.model_copy(update={"scaffold": "shell-line"}), "scaffold: trained with bash-block, here shell-line"),
+        (AGENT.model_copy(update={"thinking": True}), "thinking: trained with None, here True"),
         (changed(threshold=500), "threshold: trained with 10240, here 500"),
         (changed(summary_cap=99), "summary_cap: trained with 4096, here 99"),
         (changed(keep_task=True), "keep_task: trained with False, here True"),

@@ -90,7 +90,9 @@ def test_a_damaged_pairing_is_bad_input(model: Path) -> None:
 
 def test_the_commands_of_a_card_evaluate_under_its_pairing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model)
-    pairing = pairing_of(AGENT, None, [trained_stage("ppo", "the trail world", 4, 0, {})])
+    agent = AGENT.model_copy(update={"thinking": False})
+    pairing = pairing_of(agent, None, [trained_stage("ppo", "the trail world", 4, 0, {})])
+    write_pairing(model, pairing)
     commands = re.findall(r"^compactionrl (.*?)^```", card_text(pairing).replace("\\\n", " "), re.M | re.S)
     endpoint, here = (shlex.split(command) for command in commands)
     plan = dry_run(*here)
@@ -99,7 +101,9 @@ def test_the_commands_of_a_card_evaluate_under_its_pairing(model: Path, monkeypa
     endpoint[endpoint.index("DATASET")] = "bench12"
     plan = dry_run(*endpoint)
     assert [cell.split(" · ")[2:4] for cell in plan["cells"]] == [["window 128", "cap 0"], ["window 128", "cap 4"]]
-    agent = plan["experiment"]["agent"]
+    planned = plan["experiment"]["agent"]
     kept = ("threshold", "max_response", "min_response", "summary_cap", "keep_task")
-    assert {name: agent["compaction"][name] for name in kept} == {name: getattr(pairing, name) for name in kept}
-    assert (agent["scaffold"], agent["compaction"]["prompt_pack"]) == (pairing.scaffold, PAIRING)
+    assert {name: planned["compaction"][name] for name in kept} == {name: getattr(pairing, name) for name in kept}
+    assert planned["scaffold"] == pairing.scaffold
+    assert plan["experiment"]["endpoint"]["request_extra"] == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert planned["compaction"]["prompt_pack"] == PAIRING

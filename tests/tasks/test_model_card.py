@@ -74,6 +74,7 @@ def test_the_pairing_and_the_training_are_tables(pairing: Pairing) -> None:
         "| cap: most compactions of a rollout | 3 |",
     ):
         assert line in text
+    assert row(text, "thinking before each action")[1] == "as the chat template says"
     assert row(text, "ppo")[1:4] == ["the trail world", "40", "7"]
     assert f"torch {pairing.training[-1].versions['torch']}" in text
 
