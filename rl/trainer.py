@@ -140,13 +140,13 @@ class Trainer:
         return _finite(metrics) | {"train/skipped_steps": float(self._policy_optimizer.skipped)}
 
     def live_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's state dict where it is; valid until the next update."""
-        return {name: tensor.detach() for name, tensor in self.policy.state_dict().items()}
+        """The policy's weights where they are, under the model's own names, adapters added in; valid until the next
+        update."""
+        return {name: tensor.detach() for name, tensor in merged_weights(self.policy).items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the policy's weights on the CPU under the model's own names, the tied head included, adapters added
-        in."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in merged_weights(self.policy).items()}
+        """A copy of `live_weights` on the CPU, the tied head included under its own name."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.live_weights().items()}
 
     def save_policy(self, folder: Path) -> None:
         """The policy as an ordinary checkpoint folder, with the tokenizer it started with."""

@@ -124,6 +124,7 @@ def test_what_is_handed_out_and_saved_has_the_base_models_names_and_types(
     base, weights = load_policy(random_checkpoint, torch.bfloat16).state_dict(), t.weights()
     assert {name: (w.shape, w.dtype) for name, w in weights.items()} == {n: (w.shape, w.dtype) for n, w in base.items()}
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert all(torch.equal(w, weights[name]) for name, w in t.live_weights().items()), "the same from GPU to GPU"
     t.save_policy(tmp_path / "policy")
     loaded = load_policy(tmp_path / "policy", torch.bfloat16).state_dict()
     assert all(torch.equal(w, loaded[name]) for name, w in weights.items())

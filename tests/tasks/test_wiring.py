@@ -49,7 +49,7 @@ STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
         {f"rl/{name}.py" for name in
          ("advantages", "batching", "checkpoint", "logprobs", "lora", "losses", "master_weights",
           "optimization", "packing", "pretrained", "rows", "settings",
-          "trainer")},
+          "trainer", "weight_transfer")},
     ),
 }  # fmt: skip
 """Stage: its sources, the files it starts in, and what is imported without deciding its result"""
