@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from compaction import window
 from compaction.calls import EngineCalls
+from compaction.exchange import Exchange
 from compaction.history import History, Message, Turn, ids
 from compaction.protocols import (
     Completion,
@@ -38,10 +39,11 @@ from compaction.rollout import (
     StopReason,
     TurnRecord,
 )
-from compaction.scaffolds import Action, Scaffold, load_scaffold
-from compaction.settings import AgentSettings, CompactionSettings
+from compaction.room import check_room, system_message, template_tools
+from compaction.scaffolds import Call, Scaffold, load_scaffold
+from compaction.settings import AgentSettings
 from compaction.summaries import PromptPack, judge_summary, load_prompt_pack
-from compaction.thinking import UNCLOSED, split_thinking
+from compaction.thinking import split_thinking
 
 _log = logging.getLogger(__name__)
 
@@ -73,20 +75,6 @@ async def run_rollout(
     finally:
         await _clean_up(engine.release(rollout_id), f"rollout {rollout_id}: engine.release")
     return loop.rollout(outcome)
-
-
-def check_room(instruction: str, renderer: Renderer, settings: CompactionSettings) -> window.Overheads:
-    """What rendering costs under these settings. Raises WindowTooSmall where a task of that text leaves no room to act:
-    to be asked before anything is spent."""
-    pack = load_prompt_pack(settings.prompt_pack)
-    overheads = window.Overheads(
-        instruction=len(renderer.message("user", pack.summary_instruction)) + len(renderer.generation_prompt),
-        turn=len(renderer.generation_prompt) + len(renderer.close([], "length")) + len(renderer.message("user", "")),
-        resume=len(renderer.message("user", pack.resume_message(""))),
-    )
-    system, task = len(renderer.message("system", pack.system)), len(renderer.message("user", instruction))
-    window.check_window(settings, system, task, overheads)
-    return overheads
 
 
 async def _attempt(loop: _Loop, grade_after: Callable[[str], bool]) -> Outcome:
@@ -164,14 +152,15 @@ class _Loop:
     ) -> _Loop:
         renderer = renderer.with_thinking(settings.thinking)
         pack = load_prompt_pack(settings.compaction.prompt_pack)
-        overheads = check_room(task.instruction, renderer, settings.compaction)
-        system = Message("system", pack.system, ids(renderer.message("system", pack.system)))
+        overheads, scaffold = check_room(task.instruction, renderer, settings), load_scaffold(settings.scaffold)
+        system = system_message(pack, scaffold, renderer)
+        tools = template_tools(scaffold, renderer)
         opening = Message("user", task.instruction, ids(renderer.message("user", task.instruction)))
         history = History(system, (opening,))
         return cls(
-            task=task, calls=EngineCalls(engine, settings.temperature, (seed, task.id, rollout_id)),
+            task=task, calls=EngineCalls(engine, settings.temperature, (seed, task.id, rollout_id), tools),
             renderer=renderer, settings=settings, pack=pack,
-            scaffold=load_scaffold(settings.scaffold), overheads=overheads, seed=seed, rollout_id=rollout_id,
+            scaffold=scaffold, overheads=overheads, seed=seed, rollout_id=rollout_id,
             recorder=recorder, history=history, segment=SegmentBuilder("execution", history.token_ids),
         )  # fmt: skip
 
@@ -257,50 +246,54 @@ class _Loop:
             self.history = self.history.measured(completion.prompt_tokens - len(before))
         reply = self._text(completion)
         _, said = split_thinking(reply, self._opens_thinking(completion))
-        if said is None:
-            action = Action("malformed", UNCLOSED)
-        else:
-            action = self.scaffold.parse(said, completion.finish_reason)
+        action = self.scaffold.parse(said, completion.finish_reason, completion.tool_calls)
+        exchange = Exchange(reply, completion, action, self.renderer)
         if action.kind == "finish":
-            self._record_turn(reply, "")
+            self._record_turn(exchange)
             raise _Stop("finished")
-        observation = action.text
-        if action.kind == "command":
-            observation = await self._execute(environment, action.text, reply)
-        clipped = self._observe(reply, before, completion, observation)
+        answers = await self._answers(environment, exchange)
+        clipped = self._observe(exchange, before, answers)
         try:
             await self._measure()
         finally:  # with the count that holds; a deadline in the middle leaves the turn on record all the same
-            self._record_turn(reply, clipped)
+            self._record_turn(exchange, clipped)
 
-    async def _execute(self, environment: Environment, command: str, reply: str) -> str:
+    async def _answers(self, environment: Environment, exchange: Exchange) -> list[str]:
+        """The observation, or the answers to the reply's calls, whose commands are run in order."""
+        action = exchange.action
+        if action.kind == "malformed":
+            return [action.text]
         started = time.perf_counter()
         try:
-            return self.scaffold.observation(await environment.execute(command))
+            if action.kind == "command":
+                return [self.scaffold.observation(await environment.execute(action.text))]
+            return [await self._answer(environment, call) for call in action.calls]
         except BaseException:  # a deadline or a crash in mid-command: the action stays on record
-            self._record_turn(reply, "")
+            self._record_turn(exchange)
             raise
         finally:
             self.environment_seconds += time.perf_counter() - started
 
-    def _observe(self, reply: str, before: np.ndarray, completion: Completion, observation: str) -> str:
-        """Adds the whole turn to the history, the observation clipped so that the summary request still fits."""
-        used = self.history.tokens + len(before) + len(completion.token_ids)
+    async def _answer(self, environment: Environment, call: Call) -> str:
+        if call.answer is not None:
+            return call.answer
+        seen = [(command, self.scaffold.observation(await environment.execute(command))) for command in call.commands]
+        return seen[0][1] if len(seen) == 1 else "\n\n".join(f"$ {command}\n{output}" for command, output in seen)
+
+    def _observe(self, exchange: Exchange, before: np.ndarray, answers: list[str]) -> list[str]:
+        """Adds the whole turn to the history, the answers clipped so that the summary request still fits."""
+        sampled = exchange.completion.token_ids
+        used = self.history.tokens + len(before) + len(sampled)
         room = window.observation_room(self.settings.compaction, used, self.compactions_left, self.overheads)
-
-        def rendered(text: str) -> list[int]:
-            message = self.renderer.message("user", text)
-            return self.renderer.follow(completion.token_ids, completion.finish_reason, message)
-
         clipped = window.clip(
-            observation, lambda text: len(rendered(text)) <= room, self.renderer.encode, self.renderer.decode
+            answers, lambda texts: len(exchange.follow(texts)) <= room, self.renderer.encode, self.renderer.decode
         )
         if clipped is None:
-            self._record_turn(reply, observation)
+            self._record_turn(exchange, answers)
             raise _Stop("context_full", "no room for the observation")
-        after = ids(rendered(clipped))
+        after = ids(exchange.follow(clipped))
         self.segment.observed(after)
-        self.history = self.history.add(Turn(reply, clipped, before, completion.token_ids, after, completion.reasoning))
+        self.history = self.history.add(Turn(exchange.messages(clipped), before, sampled, after))
         return clipped
 
     async def _measure(self) -> None:
@@ -316,8 +309,9 @@ class _Loop:
         """Whether the prompt opened the thinking; of a text from elsewhere, that is not known."""
         return self.renderer.opens_thinking if completion.text is None else None
 
-    def _record_turn(self, action: str, observation: str) -> None:
-        self.turns.append(TurnRecord(len(self.segments), action, observation, self.history.tokens))
+    def _record_turn(self, exchange: Exchange, answers: Sequence[str] = ()) -> None:
+        observation, calls = "\n\n".join(answers), exchange.records(answers)
+        self.turns.append(TurnRecord(len(self.segments), exchange.reply, observation, self.history.tokens, calls))
         if self.recorder:
             self.recorder.turn(self.rollout_id, len(self.turns))
 
@@ -362,7 +356,7 @@ class _Loop:
             _, said = split_thinking(text, self._opens_thinking(completion))
             verdict = judge_summary(said, completion.finish_reason, self.pack, self.scaffold)
             controls = self.renderer.special_ids.intersection(completion.token_ids[:-1].tolist())
-            rejected = "role_play" if controls else verdict.rejected
+            rejected = "tool_call" if completion.tool_calls else "role_play" if controls else verdict.rejected
             if rejected is None or training:
                 self.segment = SegmentBuilder("summary", asked)
                 self.segment.sampled(completion)

@@ -16,6 +16,7 @@ import numpy as np
 
 from compaction.files import write_durably
 from compaction.rollout import CompactionRecord, Rollout, Segment, TurnRecord
+from compaction.scaffolds import load_scaffold
 from compaction.summaries import PromptPack, load_prompt_pack
 
 SCHEMA_VERSION = "ATIF-v1.8"
@@ -25,7 +26,7 @@ def atif_trajectory(rollout: Rollout, *, model_name: str, version: str = "0.1.0"
     """The rollout as an ATIF root object, ready for `json.dumps` (no NaN). `model_name` names the policy."""
     pack = load_prompt_pack(rollout.settings.compaction.prompt_pack)
     steps = [
-        {"source": "system", "message": pack.system},
+        {"source": "system", "message": pack.system_prompt(load_scaffold(rollout.settings.scaffold))},
         {"source": "user", "message": rollout.instruction},
         *_acted(rollout, pack, model_name),
     ]
@@ -80,7 +81,12 @@ def _agent_step(message: str, model_name: str, metrics: dict[str, Any], more: di
 
 
 def _observed(turn: TurnRecord) -> dict[str, Any]:
-    return {"observation": {"results": [{"content": turn.observation}]}, "extra": {"tokens": turn.tokens}}
+    more: dict[str, Any] = {"extra": {"tokens": turn.tokens}}
+    if not turn.calls:
+        return {"observation": {"results": [{"content": turn.observation}]}, **more}
+    calls = [{"tool_call_id": c.id, "function_name": c.name, "arguments": c.arguments} for c in turn.calls]
+    results = [{"source_call_id": c.id, "content": c.answer} for c in turn.calls]
+    return {"tool_calls": calls, "observation": {"results": results}, **more}
 
 
 def _compacted(

@@ -44,6 +44,8 @@ def _trajectory(document: dict[str, Any], name: str, scaffold: str, reward: floa
     ending = ((document.get("final_metrics") or {}).get("extra") or {}) if ours else {}
     if ending.get("error_class") is not None:
         raise NotUsable("the trial failed and has no reward", str(ending["error_class"]))
+    if ours and load_scaffold(ours["scaffold"]).tools:
+        raise NotUsable(f"its calls are whole in the Parquet file alone: scaffold {ours['scaffold']}")
     if document.get("continued_trajectory_ref"):
         raise NotUsable("it goes on in another file", str(document["continued_trajectory_ref"]))
     steps = _Steps(document["steps"], scaffold)
@@ -52,7 +54,7 @@ def _trajectory(document: dict[str, Any], name: str, scaffold: str, reward: floa
         id=str(document.get("session_id") or document.get("trajectory_id") or name),
         task_id=str((document.get("extra") or {}).get("task_id") or name),
         opening=tuple(steps.opening),
-        turns=ended(list(turns), ending.get("stop_reason"), ours["scaffold"]) if ours else turns,
+        turns=ended(list(turns), ending.get("stop_reason")) if ours else turns,
         compactions=tuple(steps.compactions),
         copied=steps.copied,
         reward=ending["reward"] if ours else reward,
@@ -90,8 +92,8 @@ class _Steps:
         text = _text(step["message"])
         if not self.turns and step["source"] == "user":
             self.opening.append(text)
-        elif self.turns and self.turns[-1].observation is None:
-            self.turns[-1] = Said(self.turns[-1].action, text)
+        elif self.turns and self.turns[-1].answers is None:
+            self.turns[-1] = Said(self.turns[-1].action, (text,))
         elif self.turns:
             raise NotUsable("a message stands between its turns", text[:80])
 
@@ -101,8 +103,8 @@ class _Steps:
                 raise NotUsable("turns copied from another trajectory stand in its middle")
             self.copied += 1
         results = (step.get("observation") or {}).get("results")
-        observation = None if results is None else "\n".join(_text(result.get("content")) for result in results)
-        self.turns.append(Said(self._action(step, last), observation))
+        seen = None if results is None else ("\n".join(_text(result.get("content")) for result in results),)
+        self.turns.append(Said(self._action(step, last), seen))
 
     def _action(self, step: dict[str, Any], last: bool) -> str:
         message, calls = _text(step["message"]), step.get("tool_calls") or []

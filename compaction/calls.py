@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from compaction.protocols import (
+    ChatMessage,
     Completion,
     ContextLengthError,
     Engine,
@@ -16,11 +17,12 @@ from compaction.protocols import (
     GenerateRequest,
     InfrastructureError,
     MeasuringEngine,
+    Tools,
     Usage,
 )
 from compaction.rollout import SegmentKind
 
-Messages = tuple[dict[str, str], ...]
+Messages = tuple[ChatMessage, ...]
 
 
 @dataclass
@@ -31,6 +33,8 @@ class EngineCalls:
     temperature: float
     key: tuple[int, str, str]
     """(seed, task id, rollout id)"""
+    tools: Tools = ()
+    """Functions the model may call, defined in every prompt: of a summary too, or its prefix would be another"""
     made: int = 0
     usage: Usage = field(default_factory=Usage)
     seconds: float = 0.0
@@ -53,6 +57,7 @@ class EngineCalls:
             seed=int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little"),
             kind=kind,
             messages=messages,
+            tools=self.tools,
         )
         started = time.perf_counter()
         try:
@@ -69,7 +74,7 @@ class EngineCalls:
 
     async def measure(self, messages: Messages) -> int | None:
         """How long the engine says this context is; None from one that cannot say."""
-        return await self.engine.measure(messages) if isinstance(self.engine, MeasuringEngine) else None
+        return await self.engine.measure(messages, self.tools) if isinstance(self.engine, MeasuringEngine) else None
 
 
 def _counted(completion: Completion, request: GenerateRequest) -> Usage:

@@ -7,6 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from compaction.protocols import ChatMessage
+
 
 def ids(values: object) -> np.ndarray:
     """Token ids as an int32 array."""
@@ -24,19 +26,16 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One atomic (action, observation) pair z_i. It is kept or dropped whole.
+    """One atomic (action, observation) pair z_i, as chat messages and as ids. It is kept or dropped whole.
 
     `action_ids` are the tokens as sampled and are never encoded again; `before_ids` open the assistant message and
     `observation_ids` close it and hold the observation message.
     """
 
-    action: str
-    observation: str
+    messages: tuple[ChatMessage, ...]
     before_ids: np.ndarray
     action_ids: np.ndarray
     observation_ids: np.ndarray
-    reasoning: str | None = None
-    """What is sent back beside the action, to endpoints that want it"""
 
     @cached_property
     def token_ids(self) -> np.ndarray:
@@ -76,11 +75,7 @@ class History:
         """h̄ = s ⊕ u_resume(S) ⊕ the last `keep` turns, verbatim."""
         return History(self.system, opening, self.turns[len(self.turns) - keep :])
 
-    def messages(self) -> tuple[dict[str, str], ...]:
+    def messages(self) -> tuple[ChatMessage, ...]:
         """The same context as chat messages."""
-        out = [{"role": m.role, "content": m.text} for m in (self.system, *self.opening)]
-        for turn in self.turns:
-            thought = {} if turn.reasoning is None else {"reasoning_content": turn.reasoning}
-            out.append({"role": "assistant", "content": turn.action, **thought})
-            out.append({"role": "user", "content": turn.observation})
-        return tuple(out)
+        first = ({"role": m.role, "content": m.text} for m in (self.system, *self.opening))
+        return (*first, *(message for turn in self.turns for message in turn.messages))

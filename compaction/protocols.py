@@ -16,6 +16,9 @@ FinishReason = Literal["stop", "length"]
 Tools = tuple[dict[str, Any], ...]
 """Functions that a model may call, each in the JSON that chat templates and endpoints take"""
 
+ChatMessage = dict[str, Any]
+"""A message in the JSON of chat endpoints"""
+
 CountSource = Literal["exact", "tokenizer", "estimate"]
 """Where token counts come from: the model's own ids, a tokenizer that counted its texts, or characters per token"""
 
@@ -38,6 +41,16 @@ class Usage:
         self.cached_tokens += other.cached_tokens
         self.calls += other.calls
         self.cost = None if self.cost is None or other.cost is None else self.cost + other.cost
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function call that an endpoint gives beside a reply's text."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it"""
 
 
 class InfrastructureError(Exception):
@@ -151,8 +164,10 @@ class GenerateRequest:
     seed: int
     """Seed of this call alone: sampling does not depend on what else is in the batch."""
     kind: Literal["execution", "summary"] = "execution"
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     """The same prompt as chat messages, for engines and scripts that read text."""
+    tools: Tools = ()
+    """Functions the model may call that the prompt defines, for the same"""
 
 
 @dataclass(frozen=True)
@@ -180,6 +195,8 @@ class Completion:
     the next prompt, and are the model's own exactly where the engine gives them"""
     reasoning: str | None = None
     """What the model thought beside the reply, where it is to be sent back with the reply"""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Functions that the reply calls, from an engine that gives them beside the text"""
     usage: Usage | None = None
     """What the call took in all, failed attempts included; None: one call, counted from the fields above"""
 
@@ -201,8 +218,9 @@ class Engine(Protocol):
 class MeasuringEngine(Engine, Protocol):
     """An engine that can say how long a prompt is before it is asked to continue it."""
 
-    async def measure(self, messages: Sequence[dict[str, str]]) -> int | None:
-        """Tokens of these chat messages, the template's own included, no generation prompt; None if unknown."""
+    async def measure(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> int | None:
+        """Tokens of these chat messages and tools, the template's own included, no generation prompt; None if
+        unknown."""
         ...
 
 

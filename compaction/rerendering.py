@@ -7,16 +7,20 @@ token under its own renderer and prompts.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from compaction.exchange import Exchange
 from compaction.history import History, Message, Turn, ids
 from compaction.protocols import Completion, FinishReason, Renderer
-from compaction.rollout import Outcome, Rollout, Segment, SegmentBuilder
-from compaction.scaffolds import load_scaffold
+from compaction.rollout import CallRecord, Outcome, Rollout, Segment, SegmentBuilder
+from compaction.room import system_message
+from compaction.scaffolds import Action, load_scaffold
 from compaction.settings import AgentSettings
 from compaction.summaries import judge_summary, load_prompt_pack
+from compaction.thinking import split_thinking
 from compaction.trajectory import NotUsable, Said, Summarized, Trajectory
 
 UNSCORED = "unscored"
@@ -50,7 +54,7 @@ def _check_scaffold(trajectory: Trajectory, agent: AgentSettings) -> None:
     if not trajectory.turns:
         raise NotUsable("it holds no turn")
     scaffold = load_scaffold(agent.scaffold)
-    if not any(scaffold.parse(turn.action, "stop").kind == "command" for turn in trajectory.turns):
+    if not any(turn.calls or scaffold.parse(turn.action, "stop").kind == "command" for turn in trajectory.turns):
         raise NotUsable(f"none of its replies is a command of scaffold {agent.scaffold}")
 
 
@@ -73,29 +77,30 @@ class _Replay:
 
     @classmethod
     def start(cls, trajectory: Trajectory, renderer: Renderer, agent: AgentSettings) -> _Replay:
-        system = load_prompt_pack(agent.compaction.prompt_pack).system
-        first = Message("system", system, ids(renderer.message("system", system)))
+        renderer = renderer.with_thinking(agent.thinking)
+        first = system_message(load_prompt_pack(agent.compaction.prompt_pack), load_scaffold(agent.scaffold), renderer)
         history = History(first, tuple(_user(renderer, text) for text in trajectory.opening))
         return cls(trajectory, renderer, agent, history, SegmentBuilder("execution", history.token_ids))
 
     def act(self, turn: Said, *, copied: bool, last: bool) -> None:
-        completion = self._completion(turn)
-        close = self.renderer.close(completion.token_ids, completion.finish_reason)
+        exchange = self._exchange(turn)
+        completion = exchange.completion
         used = self.history.tokens + len(self.opened) + len(completion.token_ids)
         self._fits(used)
         if not copied:
             self.segment.observed(self.opened)
             self.segment.sampled(completion)
-        if turn.observation is None:
+        if turn.answers is None:
             if not last:
                 raise NotUsable("a turn in the middle was shown nothing", turn.action[:80])
             return
-        shown = ids([*close, *self.renderer.message("user", turn.observation)])
+        shown = ids(exchange.follow(turn.answers))
         if used + len(shown) > self.agent.compaction.window and last:
             return  # nothing is said behind it
         if not copied:
             self.segment.observed(shown)
-        self.history = self.history.add(Turn(turn.action, turn.observation, self.opened, completion.token_ids, shown))
+        said = exchange.messages(turn.answers)
+        self.history = self.history.add(Turn(said, self.opened, completion.token_ids, shown))
         if copied:
             self.segment = SegmentBuilder("execution", self.history.token_ids)
 
@@ -123,20 +128,36 @@ class _Replay:
     def finished(self) -> tuple[Segment, ...]:
         return (*self.segments, self.segment.build(len(self.segments)))
 
-    def _completion(self, turn: Said) -> Completion:
+    def _exchange(self, turn: Said) -> Exchange:
         """The action as it was sampled: with the end token, unless the scaffold's answer says that it was cut.
 
         (Where that answer was clipped in a full window, a cut reply is taken for a whole one.)
         """
-        text = self.renderer.encode(turn.action)
-        if turn.observation is not None and turn.observation == self.scaffold.parse(turn.action, "length").text:
-            return _sampled(text, "length")
-        return _sampled([*text, self.end], "stop")
+        if turn.answers == (load_scaffold(self.agent.scaffold).parse(turn.action, "length").text,):
+            cut = _sampled(self.renderer.encode(turn.action), "length")
+            return Exchange(turn.action, cut, Action("malformed", turn.answers[0]), self.renderer)
+        reply, action = turn.action, self._parsed(turn.action)
+        if turn.calls and not action.calls:  # an endpoint gave them beside the text; the student writes them into it
+            reply = "\n".join(filter(None, [turn.action, *map(_written, turn.calls)]))
+            action = self._parsed(reply)
+        if [call.commands for call in action.calls] != [call.commands for call in turn.calls]:
+            raise NotUsable("its function calls cannot be written as the student's", turn.action[:80])
+        return Exchange(reply, _sampled([*self.renderer.encode(reply), self.end], "stop"), action, self.renderer)
+
+    def _parsed(self, reply: str) -> Action:
+        """As the scaffold reads it; what it asks back in between is in the recorded answers already."""
+        _, said = split_thinking(reply)
+        return load_scaffold(self.agent.scaffold).parse(said, "stop")
 
     def _fits(self, tokens: int) -> None:
         window = self.agent.compaction.window
         if tokens > window:
             raise NotUsable(f"it does not fit the student's window of {window:,} tokens", f"{tokens:,} tokens")
+
+
+def _written(call: CallRecord) -> str:
+    """A call in the form that most models are taught."""
+    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
 
 
 def _user(renderer: Renderer, text: str) -> Message:

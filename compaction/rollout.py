@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -112,6 +112,18 @@ class SegmentBuilder:
 
 
 @dataclass(frozen=True)
+class CallRecord:
+    """A function call of a reply, and its answer."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    commands: tuple[str, ...]
+    """What was run for it, in order; nothing for a malformed call"""
+    answer: str
+
+
+@dataclass(frozen=True)
 class TurnRecord:
     """One (action, observation) pair as text."""
 
@@ -120,6 +132,8 @@ class TurnRecord:
     observation: str
     tokens: int
     """|h| after the turn"""
+    calls: tuple[CallRecord, ...] = ()
+    """Of a reply that acts by calling functions"""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ class AgentSettings(Settings):
     """How an agent is run: its window, its scaffold and how it samples."""
 
     compaction: CompactionSettings = CompactionSettings()
-    scaffold: str = Field("bash-block", description="how a reply becomes a command: bash-block, or shell-line (tiny)")
+    scaffold: str = Field(
+        "bash-block", description="how the agent acts: bash-block, tools (native calls), or shell-line (tiny)"
+    )
     thinking: bool | None = Field(
         None, description="let the model think before each action: the chat template's enable_thinking; null = its own"
     )

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from compaction.protocols import Usage
-from compaction.rollout import CompactionRecord, Outcome, Rollout, Segment, TurnRecord
+from compaction.rollout import CallRecord, CompactionRecord, Outcome, Rollout, Segment, TurnRecord
 from compaction.settings import AgentSettings
 
 _SEGMENT = pa.struct(
@@ -99,7 +99,7 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         settings=AgentSettings.model_validate_json(row["settings"]),
         segments=tuple(_segment(s) for s in row["segments"]),
         outcome=Outcome(row["reward"], row["stop_reason"], row["error_class"], row["detail"]),
-        turns=tuple(TurnRecord(**t) for t in json.loads(row["turns"])),
+        turns=tuple(_turn(t) for t in json.loads(row["turns"])),
         compactions=tuple(
             CompactionRecord(**{**c, "discarded": tuple(c["discarded"])}) for c in json.loads(row["compactions"])
         ),
@@ -108,6 +108,11 @@ def _from_row(row: dict[str, Any]) -> Rollout:
         instruction=row.get("instruction") or "",
         seconds=json.loads(row["seconds"]),
     )
+
+
+def _turn(row: dict[str, Any]) -> TurnRecord:
+    calls = (CallRecord(**{**call, "commands": tuple(call["commands"])}) for call in row.get("calls", ()))
+    return TurnRecord(**{**row, "calls": tuple(calls)})
 
 
 def _segment(row: dict[str, Any]) -> Segment:

@@ -27,7 +27,10 @@ class PromptPack(Settings):
     """The texts of a compaction. A model holds only for the pack it was trained with: it is recorded with each run."""
 
     name: str
-    system: str = Field(description="system prompt of the agent, byte-identical in every window")
+    system: str = Field(
+        description="system prompt of the agent, byte-identical in every window; {act} and {finish} stand for what the "
+        "scaffold says of acting and ending"
+    )
     summary_instruction: str = Field(description="q_sum: appended to the history to ask for a summary; never trained")
     resume: str = Field(description="u_resume: opens a resumed window; {summary} stands for the summary's body")
     summary_pattern: str = Field(description="regular expression a summary must contain; its group `body` is kept")
@@ -50,13 +53,19 @@ class PromptPack(Settings):
             raise ValueError("resume must contain {summary}")
         return text
 
+    def system_prompt(self, scaffold: Scaffold) -> str:
+        return self.system.replace("{act}", scaffold.act).replace("{finish}", scaffold.finish)
+
     def resume_message(self, body: str) -> str:
         return self.resume.replace("{summary}", body)
 
 
 @cache
 def load_prompt_pack(name: str) -> PromptPack:
-    """A shipped pack by name, or a pack from a YAML file by path. Raises ValueError with what is allowed."""
+    """A shipped pack by name, or by path a pack from a YAML file or from the `compaction.json` beside a model.
+
+    Raises ValueError with what is allowed.
+    """
     folder = files("compaction") / "prompts"
     shipped = folder / f"{name}.yaml"
     if shipped.is_file():
@@ -67,7 +76,8 @@ def load_prompt_pack(name: str) -> PromptPack:
         known = sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
         raise ValueError(f"prompt pack {name!r} is neither a file nor a shipped pack ({', '.join(known)})")
     try:
-        return PromptPack.model_validate(yaml.safe_load(text))
+        content = yaml.safe_load(text)  # JSON is YAML
+        return PromptPack.model_validate(content.get("prompt_pack", content) if isinstance(content, dict) else content)
     except yaml.YAMLError as error:
         raise ValueError(f"prompt pack {name!r} is not YAML: {error}") from error
 

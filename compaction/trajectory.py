@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from compaction.rollout import Rollout
-from compaction.scaffolds import load_scaffold
+from compaction.rollout import CallRecord, Rollout, TurnRecord
 
 
 class NotUsable(Exception):
@@ -21,8 +20,10 @@ class Said:
     """One turn."""
 
     action: str
-    observation: str | None
-    """None: nothing was shown after it, which only the last turn may have"""
+    answers: tuple[str, ...] | None
+    """What was shown after it: an observation, or the answer to each of its calls; None: nothing (the last turn)"""
+    calls: tuple[CallRecord, ...] = ()
+    """The functions that it called, in scaffold `tools`"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ def trajectory_of(rollout: Rollout) -> Trajectory:
         raise NotUsable("the trial failed and has no reward", rollout.outcome.error_class)
     if not rollout.instruction:
         raise NotUsable("the task's text is missing: the file is of an earlier version")
-    turns = [Said(turn.action, turn.observation) for turn in rollout.turns]
     done = [c for c in rollout.compactions if c.tokens_after is not None]
     if not all(c.reply for c in done):
         raise NotUsable("a summary's whole reply is missing: the file is of an earlier version")
@@ -69,14 +69,19 @@ def trajectory_of(rollout: Rollout) -> Trajectory:
         id=rollout.id,
         task_id=rollout.task_id,
         opening=(rollout.instruction,),
-        turns=ended(turns, rollout.outcome.stop_reason, rollout.settings.scaffold),
+        turns=ended([_said(turn) for turn in rollout.turns], rollout.outcome.stop_reason),
         compactions=tuple(Summarized(c.after_turn, c.reply, c.kept) for c in done),
         reward=rollout.outcome.reward,
         scaffold=rollout.settings.scaffold,
     )
 
 
-def ended(turns: list[Said], stop_reason: str | None, scaffold: str) -> tuple[Said, ...]:
+def _said(turn: TurnRecord) -> Said:
+    answers = tuple(call.answer for call in turn.calls) if turn.calls else (turn.observation,)
+    return Said(turn.action, answers, turn.calls)
+
+
+def ended(turns: list[Said], stop_reason: str | None) -> tuple[Said, ...]:
     """The turns of our agent loop, in which an action that ended the rollout was shown nothing.
 
     A command that is silent was shown an empty observation; one that a deadline cut off, or one that ends the rollout,
@@ -85,6 +90,5 @@ def ended(turns: list[Said], stop_reason: str | None, scaffold: str) -> tuple[Sa
     if not turns:
         return ()
     last = turns[-1]
-    finished = load_scaffold(scaffold).parse(last.action, "stop").kind == "finish"
-    unseen = not last.observation and (finished or stop_reason == "deadline")
-    return (*turns[:-1], Said(last.action, None) if unseen else last)
+    unseen = not any(last.answers or ()) and stop_reason in ("finished", "deadline")
+    return (*turns[:-1], replace(last, answers=None) if unseen else last)

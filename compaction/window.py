@@ -53,29 +53,27 @@ def observation_room(settings: CompactionSettings, tokens: int, compactions_left
 
 
 def clip(
-    text: str,
-    fits: Callable[[str], bool],
+    texts: Sequence[str],
+    fits: Callable[[list[str]], bool],
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[Sequence[int]], str],
-) -> str | None:
-    """`text`, or its head and tail around a marker naming what was cut, so that `fits` holds; None if nothing fits.
+) -> list[str] | None:
+    """`texts`, the longest of them cut so that `fits` holds of all together; None if nothing fits.
 
-    Cuts fall between tokens of the text; a character cut in two is left out. The longest fitting version is found by
-    bisection on the kept tokens.
+    Of a cut text, head and tail are left around a marker that names what was cut. Cuts fall between tokens of the text;
+    a character cut in two is left out. How many tokens each may keep is found by bisection.
     """
-    if fits(text):
-        return text
-    tokens = list(encode(text))
+    if fits(list(texts)):
+        return list(texts)
+    tokens = [list(encode(text)) for text in texts]
 
-    def kept(n: int) -> str:
-        head = n - n // 2
-        tail = decode(tokens[len(tokens) - n // 2 :]).lstrip(_PARTIAL) if n // 2 else ""
-        marker = f"[cut {len(tokens) - n}]"
-        return f"{decode(tokens[:head]).rstrip(_PARTIAL)} {marker} {tail}" if n else marker
+    def kept(n: int) -> list[str]:
+        return [text if len(own) <= n else _cut(own, n, decode) for text, own in zip(texts, tokens, strict=True)]
 
     if not fits(kept(0)):
-        return "" if fits("") else None
-    low, high = 0, len(tokens) - 1
+        empty = [""] * len(texts)
+        return empty if fits(empty) else None
+    low, high = 0, max(len(own) for own in tokens) - 1
     while low < high:
         middle = (low + high + 1) // 2
         if fits(kept(middle)):
@@ -83,6 +81,14 @@ def clip(
         else:
             high = middle - 1
     return kept(low)
+
+
+def _cut(tokens: Sequence[int], n: int, decode: Callable[[Sequence[int]], str]) -> str:
+    """Head and tail of a text, `n` tokens in all."""
+    marker = f"[cut {len(tokens) - n}]"
+    head = n - n // 2
+    tail = decode(tokens[len(tokens) - n // 2 :]).lstrip(_PARTIAL) if n // 2 else ""
+    return f"{decode(tokens[:head]).rstrip(_PARTIAL)} {marker} {tail}" if n else marker
 
 
 def kept_turns(settings: CompactionSettings, tokens: int, base_tokens: int, turn_tokens: Sequence[int]) -> int | None:

@@ -83,7 +83,7 @@ class StoppedByHarbor(InfrastructureError):
 
 
 class CompactionAgent(BaseAgent):
-    """One fenced shell command a turn, with context compaction."""
+    """Acts by shell commands, with context compaction."""
 
     capabilities = AgentCapabilities(atif=True)
 

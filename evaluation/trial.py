@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pydantic import Field, model_validator
 
 from compaction.protocols import CountSource
-from compaction.rollout import CompactionRecord, Rollout, StopReason
-from compaction.scaffolds import load_scaffold
+from compaction.rollout import CompactionRecord, Rollout, StopReason, TurnRecord
+from compaction.scaffolds import Scaffold, load_scaffold
 from compaction.settings import Settings
 from compaction.thinking import split_thinking
 
@@ -120,15 +120,19 @@ def _commands(rollout: Rollout) -> tuple[int, int]:
     first_run: dict[str, int] = {}
     commands = repeated = 0
     for number, turn in enumerate(rollout.turns):
-        _, said = split_thinking(turn.action)
-        action = scaffold.parse(said or "", "stop")
-        if action.kind != "command":
-            continue
-        commands += 1
         window_start = max((after for after in resumed_after if after <= number), default=0)
-        text = " ".join(action.text.split())
-        repeated += first_run.setdefault(text, number) < window_start
+        for command in _run_in(turn, scaffold):
+            commands += 1
+            repeated += first_run.setdefault(" ".join(command.split()), number) < window_start
     return commands, repeated
+
+
+def _run_in(turn: TurnRecord, scaffold: Scaffold) -> Sequence[str]:
+    """The commands that a turn ran."""
+    if scaffold.tools:
+        return [command for call in turn.calls for command in call.commands]
+    action = scaffold.parse(split_thinking(turn.action)[1], "stop")
+    return [action.text] if action.kind == "command" else []
 
 
 def total_cost(trials: Iterable[TrialResult]) -> float | None:

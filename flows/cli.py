@@ -12,12 +12,15 @@ from compaction.engines.credentials import take_userinfo
 from flows.cli_collect import collect
 from flows.cli_options import (
     BaseModel,
+    DatasetPath,
     DryRun,
     Force,
     Json,
     Overrides,
     Preset,
+    PromptPackFile,
     SampledBy,
+    SandboxChoice,
     Seeds,
     Variants,
     overrides_of,
@@ -73,12 +76,18 @@ def reproduce(
     seeds: Seeds = None,
     model: BaseModel = None,
     engine: SampledBy = None,
+    prompt_pack: PromptPackFile = None,
+    dataset: DatasetPath = None,
+    env: SandboxChoice = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,
     json_output: Json = False,
     force: Force = False,
 ) -> None:
     """Train the variants, evaluate them over one-factor sweeps and write the report.
+
+    With [cyan]--dataset[/] on real tasks instead of the trail world: those of training and of evaluation, unless
+    [cyan]--set evaluation.dataset.path=…[/] names others.
 
     [bold]Examples[/]
 
@@ -87,6 +96,8 @@ def reproduce(
     compactionrl reproduce --variants all --seeds 0,1,2 --json > results.json
 
     compactionrl reproduce --set ppo.steps=20 --set agent.compaction.window=2k --dry-run
+
+    compactionrl reproduce --model Qwen/Qwen3-0.6B --dataset tasks/ --env docker --prompt-pack nine-items
     """
     from flows.session import run_flow
 
@@ -95,12 +106,21 @@ def reproduce(
 
         return run_reproduce(experiment, options)
 
+    flags = {
+        "variants": variants,
+        "seeds": seeds,
+        "sft.model": text(model),
+        "engine": engine,
+        "agent.compaction.prompt_pack": text(prompt_pack),
+    }
+    for tasks in ("dataset", "evaluation.dataset"):
+        flags |= {f"{tasks}.path": text(dataset), f"{tasks}.sandbox.kind": env}
     raise typer.Exit(
         run_flow(
             flow,
             preset,
             overrides or [],
-            flags=overrides_of(**{"variants": variants, "seeds": seeds, "sft.model": text(model), "engine": engine}),
+            flags=overrides_of(**flags),
             force=force,
             dry_run=dry_run,
             json_output=json_output,

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-TASKS, MODEL, JOB = "Tasks", "Model behind an endpoint", "How trials are run"
-"""Panels of `--help`"""
+SWEPT, TASKS, MODEL, JOB = "What is swept", "Tasks", "Model behind an endpoint", "How trials are run"
 
 
-def option(help_text: str, panel: str, *names: str, **more: Any) -> Any:
-    """An option without a default to show, in one of the panels."""
+def option(help_text: str, panel: str | None, *names: str, **more: Any) -> Any:
+    """An option without a default, under the heading `panel` of a command's help."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False, **more)
 
 
@@ -42,6 +41,19 @@ SampledBy = Annotated[
         show_default=False,
     ),
 ]
+DatasetPath = Annotated[
+    str | None,
+    option("[cyan]bench12[/], a folder of Harbor task folders, a list file, or registry.json[:NAME].", TASKS),
+]
+SandboxChoice = Annotated[Literal["docker", "local"] | None, option("Sandbox: docker, or local (bubblewrap).", TASKS)]
+PromptPackFile = Annotated[
+    str | None,
+    option(
+        "Summary instruction and resume text: a name, a YAML file, or a model's compaction.json.",
+        None,
+        metavar="NAME|FILE",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override one setting: [cyan]--set ppo.steps=20[/]. Repeatable.", metavar="KEY=VALUE"),
@@ -50,11 +62,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; logs go to the run's folder.")]
 Force = Annotated[bool, typer.Option("--force", help="Run every stage again, finished or not.")]
 
-Dataset = Annotated[
-    str | None,
-    option("[cyan]bench12[/], a folder of Harbor task folders, a list file, or registry.json[:NAME].", TASKS),
-]
-Env = Annotated[Literal["docker", "local"] | None, option("Sandbox: docker, or local (bubblewrap).", TASKS)]
 Include = Annotated[str | None, option("Only tasks whose id fits a glob: [cyan]'git-*,log-*'[/].", TASKS)]
 Limit = Annotated[int | None, option("Most tasks of the dataset.", TASKS, min=1)]
 Repeats = Annotated[int | None, option("Attempts per task.", TASKS, min=1)]

@@ -10,13 +10,13 @@ import typer
 from flows.cli_options import (
     JOB,
     MODEL,
+    SWEPT,
     TASKS,
     ApiKeyEnv,
     BaseUrl,
     Concurrency,
-    Dataset,
+    DatasetPath,
     DryRun,
-    Env,
     Force,
     Include,
     Job,
@@ -25,7 +25,9 @@ from flows.cli_options import (
     MaxCost,
     Overrides,
     Price,
+    PromptPackFile,
     Repeats,
+    SandboxChoice,
     Seeds,
     Variants,
     option,
@@ -37,8 +39,6 @@ from flows.cli_options import (
 if TYPE_CHECKING:
     from flows.experiment import Experiment
     from flows.options import RunOptions
-
-AXES = "What is swept"
 
 
 def sweep(
@@ -52,22 +52,20 @@ def sweep(
             help="Name of a preset or path of a YAML file; default: tiny, or endpoint with [cyan]--engine openai[/].",
         ),
     ] = None,
-    windows: Annotated[str | None, option("Windows in tokens: [cyan]32k,64k[/] (1k = 1,024).", AXES)] = None,
-    caps: Annotated[str | None, option("Most compactions per rollout: [cyan]0,1,3[/]; 0 = one window.", AXES)] = None,
+    windows: Annotated[str | None, option("Windows in tokens: [cyan]32k,64k[/] (1k = 1,024).", SWEPT)] = None,
+    caps: Annotated[str | None, option("Most compactions per rollout: [cyan]0,1,3[/]; 0 = one window.", SWEPT)] = None,
     keep_recent: Annotated[
-        str | None, option("Turns kept verbatim after a compaction: [cyan]0,2[/].", AXES, "--keep-recent")
+        str | None, option("Turns kept verbatim after a compaction: [cyan]0,2[/].", SWEPT, "--keep-recent")
     ] = None,
-    threshold: Annotated[str | None, option("Compact when fewer tokens than this are free.", AXES)] = None,
-    max_response: Annotated[str | None, option("Most tokens of one action.", AXES, "--max-response")] = None,
-    summary_cap: Annotated[str | None, option("Most tokens of a summary.", AXES, "--summary-cap")] = None,
-    prompt_pack: Annotated[
-        str | None, option("Summary instruction and resume text, by name or YAML file.", AXES, "--prompt-pack")
-    ] = None,
-    temperature: Annotated[float | None, option("Sampling temperature; 0 = greedy.", AXES, min=0)] = None,
+    threshold: Annotated[str | None, option("Compact when fewer tokens than this are free.", SWEPT)] = None,
+    max_response: Annotated[str | None, option("Most tokens of one action.", SWEPT, "--max-response")] = None,
+    summary_cap: Annotated[str | None, option("Most tokens of a summary.", SWEPT, "--summary-cap")] = None,
+    prompt_pack: PromptPackFile = None,
+    temperature: Annotated[float | None, option("Sampling temperature; 0 = greedy.", SWEPT, min=0)] = None,
     variants: Variants = None,
     seeds: Seeds = None,
-    dataset: Dataset = None,
-    env: Env = None,
+    dataset: DatasetPath = None,
+    env: SandboxChoice = None,
     network: Annotated[
         Literal["task", "none"] | None, option("none: no network, whatever the task asks for.", TASKS)
     ] = None,

@@ -15,11 +15,12 @@ from rich.table import Table
 
 from compaction.files import write_durably
 from compaction.settings import AgentSettings
-from flows.chain import Chain, Plan, look_up
+from flows.chain import Chain
 from flows.costs import collect_costs
 from flows.experiment import PRESETS, Experiment
 from flows.options import RunOptions
 from flows.output import STATUS_TEXT, print_places
+from flows.plan import Plan, look_up
 from flows.presets_loader import read_preset, validate
 from flows.reproduce import opened_chain, shown
 from flows.runs import RunFolder

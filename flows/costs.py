@@ -9,7 +9,7 @@ from compaction.engines.endpoint_settings import EndpointSettings
 from evaluation.estimate import TURN_TOKENS, TURNS, Tokens, assumed_tokens, measured_tokens
 from evaluation.grid import Cell
 from evaluation.job import Job
-from flows.chain import Plan
+from flows.plan import Plan
 from tasks.evaluate_job import CellJob
 from tasks.stages import explained
 

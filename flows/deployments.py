@@ -20,11 +20,11 @@ from pydantic import Field
 
 from compaction.engines.endpoint_settings import EndpointSettings
 from evaluation.settings import DatasetSettings, SandboxKind
-from flows.chain import Plan
 from flows.cli_options import overrides_of, text
 from flows.collect import collect_trajectories
 from flows.experiment import Experiment, Variant
 from flows.options import RunOptions
+from flows.plan import Plan
 from flows.reproduce import run_plan
 from flows.session import Request, Terminated, deployed_run
 from tasks.errors import CommandError

@@ -23,7 +23,7 @@ STATUS_TEXT = {
 
 
 def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
-    """`plan` holds `stages` (name, label, cached, why) and may hold `cells` (texts) and `cost` (name → text)."""
+    """`plan` holds `stages` (name, label, cached, why); it may hold texts in `cells` and `warnings`, and `cost`."""
     table = Table("stage", "", "why", title="Plan", title_justify="left")
     for stage in plan["stages"]:
         state = "[green]cached[/]" if stage["cached"] else "[yellow]will run[/]"
@@ -35,6 +35,8 @@ def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
             console.print(f"  {escape(str(cell))}", highlight=False)
     for name, text in plan.get("cost", {}).items():
         console.print(f"{escape(name)}: {escape(str(text))}")
+    for warning in plan.get("warnings", ()):
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
 def print_result(console: Console, result: Mapping[str, Any], run: RunFolder) -> None:

@@ -8,31 +8,31 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compaction.files import write_durably
 from evaluation.analysis.pooling import PresetPoint
 from evaluation.results import CellResult
-from flows.chain import Chain, Plan, Planned, in_order
+from flows.chain import Chain, in_order
 from flows.costs import collect_costs, evaluation_costs
 from flows.experiment import Experiment
 from flows.options import RunOptions
 from flows.pages import flow_run_page, mlflow_note, publish_mlflow_link, publish_result
+from flows.pairing import pairing_warnings, write_cards
+from flows.plan import Plan, Planned
 from flows.runs import RunFolder
 from flows.services import Home
 from tasks.artifacts import PrefectProgress, Publisher
 from tasks.caching import Manifest, StageStore, sha256_json
 from tasks.cluster import Cluster
 from tasks.errors import CommandError
+from tasks.provenance import versions
 from tasks.stages import StageRecord, StageRunner
 from tasks.tracking import Tracker, git_state
 
 if TYPE_CHECKING:
     from evaluation.analysis.plots import CurvePoint
-
-VERSIONED = ("torch", "transformers", "ray", "prefect", "mlflow", "numpy", "pandas", "pyarrow")
 
 
 def run_reproduce(experiment: Experiment, options: RunOptions) -> dict[str, Any]:
@@ -55,6 +55,7 @@ def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
         "experiment": plan.experiment.config(),
         "stages": shown(planned),
         "cells": cells,
+        "warnings": pairing_warnings(plan),
         "cost": collecting | cost | {"stages to run": str(sum(not p.cached for p in planned))},
     }
 
@@ -82,11 +83,14 @@ def opened_chain(plan: Plan, options: RunOptions) -> Iterator[tuple[Chain, RunFo
     from prefect.runtime import flow_run
 
     services, run, experiment = options.services, options.run, plan.experiment
+    warnings = pairing_warnings(plan)
+    for warning in warnings:
+        options.progress.note(f"warning: {warning}")
     config = experiment.config()
     cluster = Cluster(services.ray_address, run.name, run.logs)
     artifacts = options.home.mlflow_artifacts if services.mlflow_is_ours else None
     flow_run_id = str(flow_run.id)
-    tags = {"prefect_flow_run_id": flow_run_id, "run_folder": str(run.path)}
+    tags = {"prefect_flow_run_id": flow_run_id, "run_folder": str(run.path), "warnings": "\n".join(warnings) or None}
     links = {
         "prefect_flow_run_url": flow_run_page(services, flow_run_id),
         "mlflow.note.content": mlflow_note(services, run, flow_run_id),
@@ -124,13 +128,14 @@ def opened_chain(plan: Plan, options: RunOptions) -> Iterator[tuple[Chain, RunFo
 
 
 def _finish(plan: Plan, chain: Chain, run: RunFolder) -> dict[str, Any]:
-    """results.json, the report, and the object that the command prints."""
+    """results.json, the report, models' cards, and the object that the command prints."""
     outcomes, parent = in_order(chain.results, plan), chain.runner.tracker.parent
     if not outcomes:
         raise chain.errors[0] if chain.errors else CommandError("nothing was evaluated; name at least one variant")
     result = {
         "status": "partial" if chain.errors else "ok",
         "errors": [f"{type(error).__name__}: {error}" for error in chain.errors],
+        "warnings": pairing_warnings(plan),
         "results": [outcome.result for outcome in outcomes],
         "stages": [asdict(record) for record in chain.runner.records],
         "sweep": plan.full_product,
@@ -141,6 +146,8 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder) -> dict[str, Any]:
     }
     write_durably(run.results, json.dumps(result, indent=1, allow_nan=False))
     write_run_report(run, chain.runner.store.root)
+    cells = [CellResult.model_validate(outcome.result) for outcome in outcomes]
+    write_cards(plan, chain.runner.store, cells, run.name)
     for path in (run.report, run.results, *_write_tables(run, result)):
         parent.log_file(path)
     run.update(errors=result["errors"], status=result["status"])
@@ -163,16 +170,13 @@ def _write_tables(run: RunFolder, result: dict[str, Any]) -> list[Path]:
 
 def provenance(plan: Plan) -> dict[str, Any]:
     """What a result carries: config, seeds, commit, versions."""
-    import sys
-
     experiment = plan.experiment
-    versions = {name: version(name) for name in VERSIONED} | {"python": sys.version.split()[0]}
     return {
         "preset": experiment.name,
         "seeds": ", ".join(str(seed) for seed in dict.fromkeys(seed for _, seed in plan.policies)),
         **git_state(Path(__file__).resolve().parents[1]),
         "config_digest": sha256_json(experiment.config()),
-        "versions": versions,
+        "versions": versions(),
         "config": experiment.config(),
     }
 

@@ -90,7 +90,7 @@ class Request:
         """Raises UserError: everything is checked before anything starts."""
         from flows.experiment import load_experiment
         from rl.engines.vllm_version import require_vllm
-        from rl.pretrained import local_model
+        from rl.pretrained import check_adapters_installed, local_model
         from tasks.real_tasks import open_dataset
         from tasks.stages import explained
 
@@ -108,6 +108,9 @@ class Request:
         if experiment.sft is not None and experiment.sft.model is not None:
             with explained("--model"):
                 local_model(experiment.sft.model)
+        if experiment.trainer.lora or (experiment.sft and experiment.sft.sft.lora):
+            with explained("lora"):
+                check_adapters_installed()
         return experiment
 
     @property

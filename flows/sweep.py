@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.chain import Plan
 from flows.experiment import Experiment
 from flows.options import RunOptions
+from flows.plan import Plan
 from flows.reproduce import describe
 
 

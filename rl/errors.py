@@ -31,6 +31,10 @@ class CheckpointNotFound(TrainingError):
     """The folder that should hold a model is missing or is not a checkpoint."""
 
 
+class MissingPackage(TrainingError):
+    """Something was asked for that needs a package of an extra."""
+
+
 class UnsupportedModel(ValueError):
     """A model that this engine or trainer would not compute right; the message says why and what to use instead."""
 

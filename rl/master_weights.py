@@ -45,8 +45,8 @@ class MasterOptimizer(GuardedOptimizer):
 
 
 def guarded_optimizer(model: torch.nn.Module, **settings: Any) -> GuardedOptimizer:
-    """The optimiser of all parameters of `model`, with float32 copies where they are of lower precision."""
-    parameters = list(model.parameters())
+    """The optimiser of what learns in `model`, with float32 copies where it is of lower precision."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     low = any(p.dtype not in (torch.float32, torch.float64) for p in parameters)
     return (MasterOptimizer if low else GuardedOptimizer)(parameters, **settings)
 

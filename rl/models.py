@@ -13,12 +13,17 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
+from compaction.pairing import CARD, PAIRING
 from rl.batching import MicroBatch
 from rl.errors import CheckpointNotFound
 from rl.logprobs import LOGITS_AT_ONCE, gathered_logprobs
+from rl.lora import merged_weights
 from rl.packing import packing_inputs
 
 disable_progress_bar()
+
+OF_THE_SOURCE = (CARD, PAIRING)
+"""Files that speak of a checkpoint's own weights and training: another checkpoint does not inherit them"""
 
 
 def chosen_device(name: str = "auto") -> torch.device:
@@ -90,12 +95,13 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def save_policy(model: Any, folder: Path, source: Path | str) -> None:
-    """An ordinary checkpoint folder: weights and config of `model`, tokenizer and the rest copied from `source`."""
+    """An ordinary checkpoint folder: weights and config of `model`, adapters added in; the rest comes from `source`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(Path(source).iterdir()):
-        if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
+        weights = file.name.endswith((".safetensors", ".bin", ".index.json"))
+        if file.is_file() and not weights and file.name not in OF_THE_SOURCE:
             shutil.copyfile(file, folder / file.name)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=merged_weights(model))
 
 
 def _hidden_at(decoder: Any, batch: MicroBatch) -> torch.Tensor:

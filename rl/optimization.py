@@ -31,6 +31,8 @@ class GuardedOptimizer:
         self._max_skipped = max_skipped
         self._in_a_row = 0
         self.skipped = 0
+        self.trainable = sum(p.numel() for p in self._parameters)
+        """Number of parameters that it moves"""
 
     def set_lr(self, lr: float) -> None:
         for group in self._optimizer.param_groups:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl.errors import CheckpointNotFound, UnsupportedModel
+from rl.errors import CheckpointNotFound, MissingPackage, UnsupportedModel
 
 
 def local_model(name: str) -> Path | None:
@@ -21,6 +22,12 @@ def local_model(name: str) -> Path | None:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CheckpointNotFound(f"there is no folder {folder}; give the folder of a transformers checkpoint")
     return None
+
+
+def check_adapters_installed() -> None:
+    """Raises MissingPackage where peft is not installed. Imports nothing heavy."""
+    if find_spec("peft") is None:
+        raise MissingPackage("LoRA needs the package peft: pip install 'compactionrl[lora]', or leave lora unset")
 
 
 def find_model(name: str) -> Path:
@@ -43,8 +50,8 @@ def find_model(name: str) -> Path:
         ) from error
 
 
-def check_trainable(folder: Path, longest: int) -> None:
-    """Whether the torch engine and trainer can take this model, with windows of up to `longest` tokens.
+def check_trainable(folder: Path, longest: int, *, torch_engine: bool = True) -> None:
+    """Whether the trainer, and the torch engine where it samples, can take this model, with windows of up to `longest`.
 
     Raises UnsupportedModel with the reason.
     """
@@ -53,7 +60,8 @@ def check_trainable(folder: Path, longest: int) -> None:
     from rl.engines.direct_forward import check_supported
 
     config: Any = AutoConfig.from_pretrained(folder)
-    check_supported(config)
+    if torch_engine:
+        check_supported(config)
     text = config.get_text_config()
     entries = len(AutoTokenizer.from_pretrained(folder))
     if entries > text.vocab_size:

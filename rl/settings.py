@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from compaction.settings import Settings
 from rl.advantages import AdvantageSettings
@@ -60,6 +60,21 @@ class ForwardSettings(Settings):
     )
 
 
+def _target_names(value: Any) -> Any:
+    """`q_proj,v_proj` as people write it on a command line."""
+    return value.split(",") if isinstance(value, str) and value != "all-linear" else value
+
+
+class LoraSettings(Settings):
+    """Adapters that learn in place of the decoder's own weights. No dropout: the first ratio would not be 1."""
+
+    rank: int = Field(16, ge=1, description="rank of each adapter: A is [rank, in], B is [out, rank]")
+    alpha: float = Field(32.0, gt=0, description="an adapter's sum is scaled by alpha / rank")
+    targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_target_names)] = Field(
+        "all-linear", description="the decoder's linear layers that get one: all-linear, or names such as q_proj,v_proj"
+    )
+
+
 class SFTSettings(ForwardSettings):
     """Supervised fine-tuning. Defaults are the tiny preset's."""
 
@@ -80,6 +95,7 @@ class SFTSettings(ForwardSettings):
     clip_grad: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
     context_weight: float = Field(0.1, ge=0, le=1, description="weight of an observation's token beside an action's 1")
     max_skipped: int = Field(3, ge=1, description="stop after this many skipped (non-finite) steps in a row")
+    lora: LoraSettings | None = Field(None, description="adapters learn, not the model's own weights; null = these")
 
 
 class VllmSettings(Settings):
@@ -141,6 +157,10 @@ class TrainerSettings(ForwardSettings):
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         "float32",
         description="of weights and activations; logprobs, losses and what the optimiser keeps are float32 at least",
+    )
+    lora: LoraSettings | None = Field(
+        None,
+        description="adapters of policy and critic learn, and the whole value head; null = the models' own weights",
     )
 
 

@@ -119,4 +119,5 @@ def _step(
         "sft/grad_norm": norm,
         "sft/tokens": float(sum(len(row.token_ids) for row in rows)),
         "sft/skipped_steps": float(optimizer.skipped),
+        "sft/trainable_parameters": float(optimizer.trainable),
     }

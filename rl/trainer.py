@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from rl.batching import MicroBatch, micro_batches
+from rl.lora import add_adapters, learned_weights, load_learned_weights, merged_weights
 from rl.losses import critic_loss, policy_loss, predicted_values, token_weights
 from rl.master_weights import guarded_optimizer
 from rl.models import (
@@ -37,7 +38,7 @@ class Trainer:
     def __init__(self, checkpoint: Path | str, settings: TrainerSettings, *, device: str = "auto") -> None:
         """Policy and critic both start from `checkpoint`; `device`: auto takes CUDA where there is one.
 
-        Raises CheckpointNotFound, and ValueError for a model that does not fit the settings.
+        Raises CheckpointNotFound, ValueError for a model that does not fit the settings, and with LoRA MissingPackage.
         """
         self.settings = settings
         self.version = 0
@@ -47,6 +48,9 @@ class Trainer:
         self.policy = load_policy(checkpoint, dtype).to(self._device)
         self.critic = load_critic(checkpoint, dtype).to(self._device)
         backbone = self.critic.backbone
+        if settings.lora is not None:
+            add_adapters(self.policy, self.policy.get_decoder(), settings.lora)
+            add_adapters(backbone, backbone, settings.lora)
         self._packed = (
             settings.packed
             and enable_packing(self.policy, self.policy.get_decoder())
@@ -129,18 +133,20 @@ class Trainer:
             "train/grad_norm": norm,
             "train/clip_fraction": float(sum(clipped)),
             "train/kl_to_sampler": float(sum(kl)),
+            "train/trainable_parameters": float(self._policy_optimizer.trainable),
         }
         metrics |= _sampling_metrics(rows, new.cpu().numpy(), sampled.cpu().numpy(), self.version)
         self.version += 1
         return _finite(metrics) | {"train/skipped_steps": float(self._policy_optimizer.skipped)}
 
     def live_weights(self) -> dict[str, torch.Tensor]:
-        """The policy's state dict where it is; valid until the next update."""
-        return {name: tensor.detach() for name, tensor in self.policy.state_dict().items()}
+        """The policy's weights where they are, under the model's own names, adapters added in; valid until the next
+        update."""
+        return {name: tensor.detach() for name, tensor in merged_weights(self.policy).items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the policy's state dict on the CPU, the tied head included under its own name."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.policy.state_dict().items()}
+        """A copy of `live_weights` on the CPU, the tied head included under its own name."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.live_weights().items()}
 
     def save_policy(self, folder: Path) -> None:
         """The policy as an ordinary checkpoint folder, with the tokenizer it started with."""
@@ -149,17 +155,21 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """All that is needed to go on: `policy/` (a checkpoint folder), critic, both optimisers, RNG, the version.
 
+        With LoRA the adapters stand in for policy and backbone: what is frozen is where the trainer started from.
         Raises OSError where a file cannot be written.
         """
         state = {
             "version": self.version,
-            "critic": self.critic.state_dict(),
+            "critic": learned_weights(self.critic),
             "policy_optimizer": self._policy_optimizer.state(),
             "critic_optimizer": self._critic_optimizer.state(),
             "rng": torch.get_rng_state(),
         }
         try:
-            self.save_policy(folder / "policy")
+            if self.settings.lora is None:
+                self.save_policy(folder / "policy")
+            else:
+                state["policy"] = learned_weights(self.policy)
             torch.save(state, folder / "trainer.pt")
         except (RuntimeError, SafetensorError) as error:
             # What torch and safetensors raise where a write fails.
@@ -168,9 +178,12 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continue from a folder that `save` wrote, bit for bit."""
         state = torch.load(folder / "trainer.pt", map_location=self._device, weights_only=True)
-        dtype = getattr(torch, self.settings.dtype)
-        self.policy.load_state_dict(load_policy(folder / "policy", dtype).state_dict())
-        self.critic.load_state_dict(state["critic"])
+        if self.settings.lora is None:
+            dtype = getattr(torch, self.settings.dtype)
+            self.policy.load_state_dict(load_policy(folder / "policy", dtype).state_dict())
+        else:
+            load_learned_weights(self.policy, state["policy"])
+        load_learned_weights(self.critic, state["critic"])
         self._policy_optimizer.restore(state["policy_optimizer"])
         self._critic_optimizer.restore(state["critic_optimizer"])
         self.version = state["version"]

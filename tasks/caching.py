@@ -24,6 +24,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from compaction.files import write_durably
+from compaction.pairing import CARD
 from tasks.errors import CommandError
 from tasks.explain import explain_difference
 
@@ -312,10 +313,12 @@ def code_digest(packages: tuple[str, ...]) -> str:
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Relative path → size and digest of each file below `folder`, without its manifest."""
+    # Nor models' cards: they are written again with the scores of each run, and decide no result.
     return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "digest": file_digest(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path != folder / MANIFEST
+        if path.is_file() and path != folder / MANIFEST and path.name != CARD
     }
 
 

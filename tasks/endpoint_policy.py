@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from compaction.agent import check_room, run_rollout
+from compaction.agent import run_rollout
 from compaction.engines.endpoint_settings import EndpointSettings
 from compaction.engines.openai import OpenAIEngine
 from compaction.engines.paired import PairedEngine
@@ -14,7 +14,8 @@ from compaction.engines.spending import Spending
 from compaction.engines.text_renderer import endpoint_renderer
 from compaction.protocols import EngineError, Renderer
 from compaction.rollout import Rollout
-from compaction.settings import CompactionSettings
+from compaction.room import check_room
+from compaction.settings import AgentSettings
 from evaluation.failures import failure_policy
 from evaluation.settings import JobSettings
 from rl.requests import RolloutRequest
@@ -47,12 +48,12 @@ class EndpointPolicy:
     def _renderer(self) -> Renderer:
         return endpoint_renderer(self._endpoints[0])
 
-    def check_room(self, instructions: Sequence[str], settings: Sequence[CompactionSettings]) -> None:
+    def check_room(self, instructions: Sequence[str], settings: Sequence[AgentSettings]) -> None:
         """Raises WindowTooSmall where any task has no room to act under any of the settings, as far as this can be
         told before the first reply."""
-        for compaction in settings:
+        for agent in settings:
             for instruction in instructions:
-                check_room(instruction, self._renderer, compaction)
+                check_room(instruction, self._renderer, agent)
 
     async def ready(self) -> None:
         """One small call to each endpoint, before anything else is spent. Raises BudgetUsedUp once nothing is left."""

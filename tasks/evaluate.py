@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from compaction.rollout import Rollout
 from compaction.settings import AgentSettings
 from compaction.storage import write_rollouts
+from compaction.summaries import load_prompt_pack
 from evaluation.grid import Cell
 from evaluation.results import CellResult, summarize_cell
 from evaluation.tasksets.trail import Split, TrailSettings, trail_tasks
@@ -61,6 +62,7 @@ def spec(
             "variant": cell.variant,
             "seed": cell.seed,
             "agent": cell_agent(cell, agent).model_dump(mode="json"),
+            "prompts": load_prompt_pack(agent.compaction.prompt_pack).model_dump(),
             "world": world.model_dump(mode="json"),
             "split": split,
             "n_tasks": n_tasks,

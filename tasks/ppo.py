@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from compaction.pairing import Pairing, pairing_of, read_pairing, write_pairing
 from compaction.settings import AgentSettings, Settings
 from compaction.storage import write_rollouts
+from compaction.summaries import load_prompt_pack
 from evaluation.settings import DatasetSettings
 from evaluation.tasksets.trail import TrailSettings
 from rl.settings import PPOSettings, TrainerSettings, VllmSettings
 from tasks.caching import StageOutcome, StageSpec
 from tasks.cluster import Cluster
-from tasks.real_tasks import SANDBOX_SOURCES, dataset_identity, dataset_tasks
+from tasks.provenance import trained_stage
+from tasks.real_tasks import SANDBOX_SOURCES, dataset_identity, dataset_tasks, open_dataset
 from tasks.stages import Body, StageRun
 from tasks.wiring import (
     LEARNING_SOURCES,
@@ -91,6 +94,7 @@ class Training:
         models = {"ppo": self.ppo, "trainer": self.trainer, "agent": self.agent, "world": self.world}
         return {name: model.model_dump(mode="json") for name, model in models.items()} | {
             "seed": self.seed,
+            "prompts": load_prompt_pack(self.agent.compaction.prompt_pack).model_dump(),
             "dataset": self.dataset and dataset_identity(self.dataset),
             "loop": self.loop.model_dump(mode="json", exclude={"checkpoint_every", "trainer_gpus", "vllm"}),
             "engine": engine_identity(self.engine, self.loop.vllm),
@@ -136,10 +140,26 @@ def ppo_body(training: Training, sft: StageOutcome, critic: StageOutcome | None,
                 await loop.learner.trainer.load(critic.folder / "trainer")
             curves = await _steps(loop, training, stage, update_policy=True)
             await loop.learner.trainer.save_policy(stage.folder / "checkpoint")
+        write_pairing(stage.folder / "checkpoint", _pairing(training, sft, critic))
         shutil.rmtree(stage.folder / CHECKPOINTS, ignore_errors=True)
         return {"checkpoint": "checkpoint", "curves": curves}
 
     return run
+
+
+def _pairing(training: Training, sft: StageOutcome, critic: StageOutcome | None) -> Pairing:
+    """The trained policy's pairing: that of its training, after the stages that its base policy has been through."""
+    data = "the trail world" if training.dataset is None else open_dataset(training.dataset).name
+    before = read_pairing(sft.folder / "checkpoint")
+    trained = list(before.training) if before else []
+    steps = {"ppo": training.ppo.steps}
+    if critic is not None:
+        steps = {"critic": critic.manifest.settings["ppo"]["steps"]} | steps
+    how = {"ppo": training.ppo.model_dump(mode="json"), "trainer": training.trainer.model_dump(mode="json")}
+    for stage, count in steps.items():
+        words = f"{data}, {training.ppo.batch_size} rollouts a step"
+        trained.append(trained_stage(stage, words, count, training.seed, how))
+    return pairing_of(training.agent, sft.result.get("base_model"), trained)
 
 
 @asynccontextmanager

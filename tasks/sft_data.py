@@ -44,6 +44,9 @@ class TrajectoryData(Settings):
     def _is_absolute(cls, path: str) -> str:
         return path if path == COLLECTED else str(Path(path).expanduser().absolute())
 
+    def described(self) -> str:
+        return "trajectories that were collected" if self.collected else f"trajectories of {self.trajectories}"
+
     @property
     def collected(self) -> bool:
         return self.trajectories == COLLECTED

@@ -15,8 +15,10 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from compaction.agent import run_rollout
 from compaction.files import write_durably
+from compaction.pairing import Pairing, pairing_of, read_pairing, write_pairing
 from compaction.protocols import Renderer
 from compaction.rollout import Rollout
+from compaction.scaffolds import load_scaffold
 from compaction.settings import AgentSettings, Settings
 from compaction.summaries import load_prompt_pack
 from evaluation.tasksets.trail import TrailSettings, trail_tasks
@@ -26,8 +28,10 @@ from rl.rows import rows_of
 from rl.settings import SFTSettings, TinySettings
 from tasks.caching import StageSpec, describe_files
 from tasks.cluster import Cluster
+from tasks.provenance import trained_stage
 from tasks.sft_data import Selection, TrajectoryData, select
 from tasks.stages import Body, StageRun
+from tasks.wiring import SampledBy
 
 STEPS_PER_REPORT = 20
 
@@ -43,6 +47,9 @@ class ExpertData(Settings):
     windows: tuple[int, ...] = Field(min_length=1, description="windows to draw from")
     caps: tuple[int, ...] = Field(min_length=1, description="caps to draw from")
     keep_recents: tuple[int, ...] = Field(min_length=1, description="keep_recent values to draw from")
+
+    def described(self) -> str:
+        return f"{self.rollouts:,} expert rollouts on the trail world"
 
     @field_validator("world")
     @classmethod
@@ -121,6 +128,7 @@ SOURCES = (
     "rl/batching.py",
     "rl/checkpoint.py",
     "rl/logprobs.py",
+    "rl/lora.py",
     "rl/master_weights.py",
     "rl/models.py",
     "rl/optimization.py",
@@ -156,6 +164,7 @@ def spec(
             "model": model_identity(settings.model),
             "world": world.model_dump(mode="json"),
             "agent": agent.model_dump(mode="json"),
+            "prompts": load_prompt_pack(agent.compaction.prompt_pack).model_dump(),
             "seed": seed,
         },
         parents={} if collected is None else {"trajectories": collected.digest},
@@ -182,8 +191,10 @@ def body(
     seed: int,
     cluster: Cluster,
     collected: Path | None = None,
+    engine: SampledBy = "torch",
 ) -> Body:
-    """Trains in a worker process and streams the metrics here. `collected`: what stage `collect` made."""
+    """Trains in a worker process and streams the metrics here. `collected`: what stage `collect` made; `engine`: what
+    will sample from the model, which is refused before it is trained where that could not."""
 
     async def run(stage: StageRun) -> dict[str, Any]:
         cluster.ensure()
@@ -196,7 +207,7 @@ def body(
             from rl.remote import one_thread
 
             one_thread()
-            yield from _reports(warmstart(stage_folder, settings, world, agent, seed, collected))
+            yield from _reports(warmstart(stage_folder, settings, world, agent, seed, collected, engine))
 
         stage_folder = stage.folder
         last: dict[str, float] = {}
@@ -211,7 +222,8 @@ def body(
                 stage.log(done, last, {"loss": last["sft/loss"]})
         except PROCESS_DIED as error:
             raise WorkerLost(f"the fine-tuning process died ({type(error).__name__})") from error
-        return {"checkpoint": "checkpoint", "loss": last.get("sft/loss")} | ({"data": data} if data else {})
+        made = {"checkpoint": "checkpoint", "base_model": settings.model, "loss": last.get("sft/loss")}
+        return made | ({"data": data} if data else {})
 
     return run
 
@@ -247,6 +259,7 @@ def warmstart(
     agent: AgentSettings,
     seed: int,
     collected: Path | None = None,
+    engine: SampledBy = "torch",
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Makes `folder/checkpoint`; yields (steps done, metrics of the step). Needs torch, so it runs in a worker process.
 
@@ -256,10 +269,11 @@ def warmstart(
     import torch
 
     from compaction.rendering import load_renderer
-    from rl.models import chosen_device, load_policy, save_policy
+    from rl.lora import add_adapters
+    from rl.models import chosen_device, load_policy
     from rl.sft import run_sft, sft_optimizer
 
-    start = _start(folder, settings, world, agent, seed)
+    start = _start(folder, settings, world, agent, seed, engine)
     renderer = load_renderer(start)
     selections: list[Selection] = []
 
@@ -276,8 +290,10 @@ def warmstart(
         write_durably(folder / SELECTED, json.dumps(told, indent=1))
     policy = load_policy(start, getattr(torch, settings.dtype)).to(chosen_device())
     if not settings.data:
-        save_policy(policy, folder / "checkpoint", start)
+        _save(policy, folder / "checkpoint", start, read_pairing(start))
         return
+    if settings.sft.lora is not None:
+        add_adapters(policy, policy.get_decoder(), settings.sft.lora)
     optimizer = sft_optimizer(policy, settings.sft)
     root, total = folder / CHECKPOINTS, sum(stage.steps for stage in settings.sft.stages)
     first = _resume(root, policy, optimizer)
@@ -286,11 +302,30 @@ def warmstart(
         yield done, metrics
         if done % settings.checkpoint_every == 0 and done < total:
             _checkpoint(root, done, policy, optimizer)
-    save_policy(policy, folder / "checkpoint", start)
+    _save(policy, folder / "checkpoint", start, _pairing(settings, agent, seed, start))
     shutil.rmtree(root, ignore_errors=True)
 
 
-def _start(folder: Path, settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int) -> Path:
+def _save(policy: Any, folder: Path, start: Path, pairing: Pairing | None) -> None:
+    from rl.models import save_policy
+
+    save_policy(policy, folder, start)
+    if pairing is not None:
+        write_pairing(folder, pairing)
+
+
+def _pairing(settings: WarmstartSettings, agent: AgentSettings, seed: int, start: Path) -> Pairing:
+    """The pairing of the fine-tuned policy; what its base model was trained on comes first."""
+    before = read_pairing(start)
+    data = ", ".join(data.described() for data in settings.data)
+    steps = sum(stage.steps for stage in settings.sft.stages)
+    own = trained_stage("sft", data, steps, seed, settings.sft.model_dump(mode="json"))
+    return pairing_of(agent, settings.model, [*(before.training if before else ()), own])
+
+
+def _start(
+    folder: Path, settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings, seed: int, engine: SampledBy
+) -> Path:
     """The checkpoint folder that fine-tuning starts from."""
     if settings.model is None:
         from rl.tiny import make_tiny_checkpoint
@@ -300,7 +335,8 @@ def _start(folder: Path, settings: WarmstartSettings, world: TrailSettings, agen
     from rl.pretrained import check_trainable, find_model
 
     found = find_model(settings.model)
-    check_trainable(found, max(agent.compaction.window, settings.longest_window))
+    longest = max(agent.compaction.window, settings.longest_window)
+    check_trainable(found, longest, torch_engine=engine == "torch")
     return found
 
 
@@ -308,10 +344,11 @@ def _checkpoint(root: Path, step: int, policy: Any, optimizer: Any) -> None:
     import torch
 
     from rl.checkpoint import new_checkpoint
+    from rl.lora import learned_weights
 
     with new_checkpoint(root, step, {}) as folder:
         try:
-            torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state()}, folder / STATE)
+            torch.save({"policy": learned_weights(policy), "optimizer": optimizer.state()}, folder / STATE)
         except RuntimeError as error:  # what torch raises where a write fails
             raise OSError(str(error)) from error
 
@@ -321,13 +358,14 @@ def _resume(root: Path, policy: Any, optimizer: Any) -> int:
     import torch
 
     from rl.checkpoint import latest_checkpoint, load_checkpoint
+    from rl.lora import load_learned_weights
 
     folder = latest_checkpoint(root)
     if folder is None:
         return 0
     step = load_checkpoint(folder).step
     state = torch.load(folder / STATE, weights_only=True)
-    policy.load_state_dict(state["policy"])
+    load_learned_weights(policy, state["policy"])
     optimizer.restore(state["optimizer"])
     return step
 
@@ -335,7 +373,8 @@ def _resume(root: Path, policy: Any, optimizer: Any) -> int:
 def corpus(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings) -> Iterator[str]:
     """Text that trains the tokenizer: the world's, and the prompt pack's, so that its words are single tokens too."""
     pack = load_prompt_pack(agent.compaction.prompt_pack)
-    yield from [pack.system, pack.summary_instruction] * settings.corpus_tasks
+    system = pack.system_prompt(load_scaffold(agent.scaffold))
+    yield from [system, pack.summary_instruction] * settings.corpus_tasks
     yield from world_text(world, seed=0, n=settings.corpus_tasks)
 
 

@@ -30,7 +30,9 @@ TASKS = ROOT / "evaluation/tasksets/bench12"
 """Data: Python files below it are what agents and verifiers run, not ours to import"""
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 OPTIONAL = {
-    canonicalize_name(Requirement(line).name) for extra in ("gpu", "cpu-rollout", "harbor") for line in EXTRAS[extra]
+    canonicalize_name(Requirement(line).name)
+    for extra in ("lora", "gpu", "cpu-rollout", "harbor")
+    for line in EXTRAS[extra]
 }
 """Distributions that some modules need and a plain installation lacks"""
 PINS = ("constraints.txt", "constraints-gpu.txt")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from compaction.engines.endpoint_calls import CallBuilder
 from compaction.engines.endpoint_errors import Failure, shown
 from compaction.engines.endpoint_settings import EndpointSettings
-from compaction.protocols import FinishReason, Usage
+from compaction.protocols import FinishReason, ToolCall, Usage
 from compaction.thinking import split_thinking
 
 
@@ -21,6 +23,7 @@ class Reply:
     """A chat completion's first choice, as the server gave it."""
 
     text: str
+    tool_calls: tuple[ToolCall, ...]
     reasoning: str
     finish_reason: FinishReason
     usage: Usage | None
@@ -31,6 +34,11 @@ class Reply:
     """All sampled tokens, thinking included, where the server gives them"""
     logprobs: list[float] | None
     """One for each of `token_ids`"""
+
+    @property
+    def said(self) -> str:
+        """All that is no thinking, the calls as JSON."""
+        return self.text + "".join(json.dumps([call.name, call.arguments]) for call in self.tool_calls)
 
 
 @dataclass
@@ -44,6 +52,7 @@ class ReplyBuilder:
     _texts: list[str] = field(default_factory=list)
     _thoughts: list[str] = field(default_factory=list)
     _refusals: list[str] = field(default_factory=list)
+    _calls: CallBuilder = field(default_factory=CallBuilder)
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[Any] = field(default_factory=list)
     _usage: dict[str, Any] | None = None
@@ -71,6 +80,7 @@ class ReplyBuilder:
         self._texts.append(_content(part.get("content")))
         self._thoughts.append(_content(part.get("reasoning_content") or part.get("reasoning")))
         self._refusals.append(_content(part.get("refusal")))
+        self._calls.add(part.get("tool_calls"))
         if isinstance(choice.get("finish_reason"), str):
             self.finish_reason = choice["finish_reason"]
         if isinstance(choice.get("token_ids"), list):
@@ -114,6 +124,7 @@ class ReplyBuilder:
         ids = _tokens(self._token_ids)
         return Reply(
             text=text,
+            tool_calls=self._calls.build(),
             reasoning=reasoning,
             finish_reason=_finish(reason, usage, max_tokens),
             usage=usage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import random
@@ -21,7 +22,16 @@ from compaction.engines.server_tokenizer import count_on_server
 from compaction.engines.spending import Spending
 from compaction.engines.text_renderer import MESSAGE_TOKENS, TextRenderer, count_text
 from compaction.history import ids
-from compaction.protocols import Completion, ContextLengthError, EngineError, GenerateRequest, Renderer, Usage
+from compaction.protocols import (
+    ChatMessage,
+    Completion,
+    ContextLengthError,
+    EngineError,
+    GenerateRequest,
+    Renderer,
+    Tools,
+    Usage,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +79,7 @@ class OpenAIEngine:
             prompt_tokens=reply.usage.prompt_tokens if reply.usage else 0,
             cached_tokens=reply.usage.cached_tokens if reply.usage else 0,
             text=reply.text,
+            tool_calls=reply.tool_calls,
             reasoning=reply.reasoning or None if self._settings.reasoning == "keep" else None,
             usage=spent,
         )
@@ -92,8 +103,9 @@ class OpenAIEngine:
             outcome.throw(spent, retrying.statistics["attempt_number"])
         return outcome, spent
 
-    async def measure(self, messages: Sequence[dict[str, str]]) -> int | None:
-        """Tokens of these messages by the server's own tokenizer, without what opens a reply; None without one.
+    async def measure(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> int | None:
+        """Tokens of these messages and tools by the server's own tokenizer, without what opens a reply; None where
+        it has none.
 
         The first failure ends it, with one line in the log: counts are then the renderer's again.
         """
@@ -101,7 +113,9 @@ class OpenAIEngine:
             return None
         opening = len(self._renderer.generation_prompt)
         try:
-            counted = await count_on_server(self._connection, self._settings, self._info.server, messages, opening)
+            counted = await count_on_server(
+                self._connection, self._settings, self._info.server, messages, opening, tools
+            )
         except EngineError as error:  # an unusable key: the next call says so
             counted = Failure(error.error_class, str(error))
         if isinstance(counted, int):
@@ -145,6 +159,8 @@ class OpenAIEngine:
             "temperature": request.temperature,
             "seed": request.seed % _SEEDS,
         }
+        if request.tools:
+            body["tools"] = list(request.tools)
         if self._settings.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self._info is not None and self._info.gives_token_ids:
@@ -161,7 +177,7 @@ class OpenAIEngine:
 
     def _estimated(self, request: GenerateRequest, reply: Reply) -> Usage:
         """What a reply took whose server does not say: an estimate of tokens, but no cost unless it is free."""
-        completion = count_text(self._renderer, reply.reasoning) + count_text(self._renderer, reply.text)
+        completion = count_text(self._renderer, reply.reasoning) + count_text(self._renderer, reply.said)
         usage = self._settings.usage(len(request.prompt_ids), 0, completion)
         if usage.cost != 0.0:
             usage.cost = None
@@ -169,7 +185,7 @@ class OpenAIEngine:
 
     def _learn(self, request: GenerateRequest, reply: Reply) -> None:
         if isinstance(self._renderer, TextRenderer) and reply.usage is not None:
-            characters = sum(len(m["content"]) + len(m.get("reasoning_content", "")) for m in request.messages)
+            characters = sum(_characters(message) for message in request.messages) + _characters_of(request.tools)
             around = MESSAGE_TOKENS * (len(request.messages) + 1)
             self._renderer.learn(characters, reply.usage.prompt_tokens - around)
 
@@ -187,7 +203,7 @@ class OpenAIEngine:
 
     def _reply_length(self, request: GenerateRequest, reply: Reply, counted: bool) -> int:
         """Tokens of the reply, its thinking among them if `counted`: by usage as far as that tells."""
-        said, thought = count_text(self._renderer, reply.text), count_text(self._renderer, reply.reasoning)
+        said, thought = count_text(self._renderer, reply.said), count_text(self._renderer, reply.reasoning)
         total = reply.usage.completion_tokens if reply.usage else 0
         if total == 0:
             return said + thought if counted else said
@@ -197,6 +213,15 @@ class OpenAIEngine:
         if reply.reasoning_tokens:
             return max(total - reply.reasoning_tokens, min(said, 1))
         return math.ceil(total * said / max(said + thought, 1))
+
+
+def _characters(message: ChatMessage) -> int:
+    calls = _characters_of(message.get("tool_calls", ()))
+    return len(message["content"]) + len(message.get("reasoning_content", "")) + calls
+
+
+def _characters_of(parts: Sequence[dict[str, Any]]) -> int:
+    return sum(len(json.dumps(part)) for part in parts)
 
 
 def _outcome(state: RetryCallState) -> Any:

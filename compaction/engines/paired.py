@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compaction.engines.openai import OpenAIEngine
-from compaction.protocols import Completion, GenerateRequest
+from compaction.protocols import ChatMessage, Completion, GenerateRequest, Tools
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class PairedEngine:
         """Raises what the engine that is asked raises."""
         return await (self.summaries if request.kind == "summary" else self.actions).generate(request)
 
-    async def measure(self, messages: Sequence[dict[str, str]]) -> int | None:
-        return await self.actions.measure(messages)
+    async def measure(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> int | None:
+        return await self.actions.measure(messages, tools)
 
     async def release(self, rollout_id: str) -> None:
         await self.actions.release(rollout_id)

@@ -9,6 +9,7 @@ from compaction.engines.endpoint_errors import Failure
 from compaction.engines.endpoint_http import Connection
 from compaction.engines.endpoint_info import Server
 from compaction.engines.endpoint_settings import EndpointSettings
+from compaction.protocols import ChatMessage, Tools
 
 _T = TypeVar("_T")
 
@@ -17,17 +18,19 @@ async def count_on_server(
     connection: Connection,
     settings: EndpointSettings,
     server: Server,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[ChatMessage],
     generation_prompt: int,
+    tools: Tools = (),
 ) -> int | Failure | None:
     """Tokens of these messages without what opens a reply (`generation_prompt` tokens); None from a server that has
     no tokenizer to ask. Raises EngineError for a key that cannot be sent."""
+    chat = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
     if server == "vllm":
-        body = {"model": settings.model, "messages": list(messages), "add_generation_prompt": False}
+        body = {"model": settings.model, **chat, "add_generation_prompt": False}
         answer = await connection.fetch("POST", f"{settings.server_root}/tokenize", body)
         return _field(answer, "count", int)
     if server == "llama.cpp":
-        answer = await connection.fetch("POST", f"{settings.server_root}/apply-template", {"messages": list(messages)})
+        answer = await connection.fetch("POST", f"{settings.server_root}/apply-template", chat)
         prompt = _field(answer, "prompt", str)
         if isinstance(prompt, Failure):
             return prompt

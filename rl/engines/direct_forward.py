@@ -25,7 +25,7 @@ def check_supported(config: Any) -> None:
     if config.model_type not in SUPPORTED:
         raise UnsupportedModel(
             f"model type {config.model_type!r} is not supported by the torch engine, which knows "
-            f"{', '.join(SUPPORTED)}; other models need another engine, such as vllm"
+            f"{', '.join(SUPPORTED)}; with other models let vLLM sample: --engine vllm"
         )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise UnsupportedModel(f"{config.model_type} with sliding-window layers is not supported by the torch engine")

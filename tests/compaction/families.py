@@ -128,7 +128,7 @@ FAMILIES = {
         call=_glm(""), joint="",
     ),
     "llama-3.2": Family(
-        template="Llama-3.2-3B-Instruct.jinja",
+        template="Llama-3.2-layout.jinja",
         special=("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
                  "<|eot_id|>", "<|python_tag|>"),
         markup=(), eos="<|eot_id|>", listed=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), after_calls="<|eot_id|>",

@@ -67,7 +67,7 @@ def test_a_call_that_ends_the_work_is_the_scaffolds_end():
 def test_an_agent_that_writes_its_commands_as_text_is_kept_as_it_is():
     reply = "so\n```bash\nls\n```"
     told = read(agent_step(reply, shown=None), {"source": "user", "message": "a b"}, agent_step(reply))
-    assert told.turns == (Said(reply, "a b"), Said(reply, "ok"))
+    assert told.turns == (Said(reply, ("a b",)), Said(reply, ("ok",)))
 
 
 def test_turns_copied_from_another_trajectory_are_counted():

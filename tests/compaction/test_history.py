@@ -6,7 +6,8 @@ from compaction.history import History, Message, Turn, ids
 
 
 def turn(n: int) -> Turn:
-    return Turn(f"do {n}", f"saw {n}", ids([100]), ids([10 * n, 10 * n + 1]), ids([200 + n]))
+    said = ({"role": "assistant", "content": f"do {n}"}, {"role": "user", "content": f"saw {n}"})
+    return Turn(said, ids([100]), ids([10 * n, 10 * n + 1]), ids([200 + n]))
 
 
 def history(turns: int) -> History:

@@ -68,9 +68,12 @@ def test_each_text_is_trained_on_once_and_the_copied_tail_never(renderer: ChatTe
     [
         ({"scaffold": "bash-block"}, "the student's scaffold is shell-line"),
         ({"turns": ()}, "it holds no turn"),
-        ({"turns": (Said("", "x"),)}, "none of its replies is a command of scaffold shell-line"),
-        ({"turns": (Said("cat a", None), Said("cat b", "x"))}, "a turn in the middle was shown nothing"),
-        ({"turns": (Said("cat a", "b " * 200), Said("cat b", "x"))}, "it does not fit the student's window of 160"),
+        ({"turns": (Said("", ("x",)),)}, "none of its replies is a command of scaffold shell-line"),
+        ({"turns": (Said("cat a", None), Said("cat b", ("x",)))}, "a turn in the middle was shown nothing"),
+        (
+            {"turns": (Said("cat a", ("b " * 200,)), Said("cat b", ("x",)))},
+            "does not fit the student's window of 160",
+        ),
         ({"compactions": (Summarized(1, "I cannot", 0),)}, "a summary would not be accepted under prompt pack tiny"),
         ({"compactions": (Summarized(1, "out a", 2),)}, "a compaction keeps more turns than there were"),
     ],
@@ -78,7 +81,7 @@ def test_each_text_is_trained_on_once_and_the_copied_tail_never(renderer: ChatTe
 def test_what_the_student_could_not_have_done_is_refused_with_the_reason(
     renderer: ChatTemplateRenderer, changes: dict[str, Any], reason: str
 ):
-    good = Trajectory("r", "t", ("cat a",), (Said("cat a", "b"), Said("exit", None)), scaffold="shell-line")
+    good = Trajectory("r", "t", ("cat a",), (Said("cat a", ("b",)), Said("exit", None)), scaffold="shell-line")
     assert rerendered(good, renderer, small_settings()).outcome.error_class == "unscored"
     with pytest.raises(NotUsable) as caught:
         rerendered(replace(good, **changes), renderer, small_settings())
@@ -86,7 +89,7 @@ def test_what_the_student_could_not_have_done_is_refused_with_the_reason(
 
 
 def test_what_is_shown_last_is_left_off_where_it_does_not_fit(renderer: ChatTemplateRenderer):
-    trajectory = Trajectory("r", "t", ("cat a",), (Said("cat a", "b " * 200),))
+    trajectory = Trajectory("r", "t", ("cat a",), (Said("cat a", ("b " * 200,)),))
     (segment,) = rerendered(trajectory, renderer, small_settings()).segments
     assert renderer.decode(segment.token_ids[segment.optimized]) == "cat a"
 

@@ -39,7 +39,7 @@ def test_an_observation_is_the_output_without_its_last_newline(shell_line):
 
 
 def test_an_unknown_scaffold_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'shel-line' is unknown; choose one of: bash-block, shell-line"):
+    with pytest.raises(ValueError, match=r"'shel-line' is unknown; choose one of: bash-block, shell-line, tools"):
         load_scaffold("shel-line")
 
 

@@ -129,9 +129,14 @@ def test_a_kept_task_counts_in_the_resumed_window():
 
 def byte_clip(text: str, room: int) -> str | None:
     """Clips with bytes for tokens, cut characters shown as a tokenizer's decoder shows them."""
+    clipped = bytes_clip([text], room)
+    return None if clipped is None else clipped[0]
+
+
+def bytes_clip(texts: list[str], room: int) -> list[str] | None:
     return window.clip(
-        text,
-        lambda t: len(t.encode()) <= room,
+        texts,
+        lambda ts: sum(len(t.encode()) for t in ts) <= room,
         lambda t: list(t.encode()),
         lambda tokens: bytes(tokens).decode(errors="replace"),
     )
@@ -167,3 +172,17 @@ def test_where_not_even_the_mark_fits_the_text_is_empty_and_where_nothing_fits_t
     assert byte_clip("abcdefghijklm", 5) == ""
     assert byte_clip("", 0) == ""
     assert byte_clip("abc", -1) is None
+
+
+@given(st.lists(st.text(max_size=120), min_size=1, max_size=5), st.integers(0, 400))
+def test_of_several_texts_the_longest_are_cut_and_all_together_fit(texts: list[str], room: int):
+    clipped = bytes_clip(texts, room)
+    assert clipped is not None
+    assert sum(len(t.encode()) for t in clipped) <= room
+    uncut = [len(t.encode()) for t, c in zip(texts, clipped, strict=True) if t == c]
+    cut = [len(t.encode()) for t, c in zip(texts, clipped, strict=True) if t != c]
+    assert not cut or not uncut or max(uncut) <= min(cut) or clipped == [""] * len(texts)
+
+
+def test_a_short_text_beside_a_long_one_stays_whole():
+    assert bytes_clip(["ok", "x" * 100], 22) == ["ok", "xxxxx [cut 90] xxxxx"]

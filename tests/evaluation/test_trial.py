@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from compaction.protocols import Usage
-from compaction.rollout import CompactionRecord, Outcome, Rollout, Segment, TurnRecord
+from compaction.rollout import CallRecord, CompactionRecord, Outcome, Rollout, Segment, TurnRecord
 from compaction.settings import AgentSettings, CompactionSettings
 from evaluation.grid import Cell
 from evaluation.trial import TrialKey, trial_result
@@ -128,3 +128,20 @@ def test_a_key_that_names_another_run_is_refused(change):
 def test_result_survives_json():
     result = trial_result(CELL.trial_key("trail/test", "trail-7", 0), rollout())
     assert type(result).model_validate_json(result.model_dump_json()) == result
+
+
+def test_the_commands_of_function_calls_are_counted_and_those_behind_thinking_too():
+    calls = (
+        CallRecord("1", "execute_commands", {}, ("ls", "cat a"), "b"),
+        CallRecord("2", "task_complete", {}, (), "verify"),
+    )
+    acted = rollout()
+    by_calls = replace(
+        acted,
+        settings=acted.settings.model_copy(update={"scaffold": "tools"}),
+        turns=(TurnRecord(0, "I look.", "b", 40, calls), TurnRecord(0, "no call", "advice", 50)),
+    )
+    said = "<think>the exit is near</think>\n```bash\nls\n```"
+    behind = replace(acted, turns=(TurnRecord(0, said, "b", 40), TurnRecord(0, "<think>ls", "advice", 50)))
+    key = CELL.trial_key("trail/test", "trail-7", 0)
+    assert [trial_result(key, each).commands for each in (by_calls, behind)] == [2, 1]

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import compaction
 from flows.cli import app
 
 HEAVY = ("torch", "ray", "prefect", "mlflow", "transformers", "pandas", "matplotlib", "scipy")
@@ -57,6 +59,9 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["reproduce", "--variants", "compactionlr"], "did you mean compactionrl?"),
         (["reproduce", "--seeds", "one"], "seeds.0 is 'one'"),
         (["reproduce", "--model", "./no/model"], "--model: there is no folder no/model"),
+        (["reproduce", "--dataset", "./no/tasks"], "no/tasks"),
+        (["reproduce", "--prompt-pack", "no-pack"], "prompt pack 'no-pack' is neither a file nor a shipped pack"),
+        (["reproduce", "--env", "local"], "dataset.path is missing"),
         (["sweep", "--windows", "64q"], "evaluation.windows.0 is '64q'"),
         (["show"], "no runs in"),
         (["report", "abc"], "no runs in"),
@@ -99,6 +104,47 @@ def test_a_dry_run_lists_the_stages_with_why_and_writes_nothing(home: Path) -> N
     code, out, _ = invoke("reproduce", "--preset", "smoke", "--dry-run")
     assert code == 0
     assert "will run" in out
+    assert not home.exists()
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    code, out, err = invoke("reproduce", "--preset", "smoke", *arguments, "--dry-run", "--json")
+    assert code == 0, err
+    experiment: dict[str, Any] = json.loads(out)["experiment"]
+    return experiment
+
+
+def test_a_dataset_is_trained_and_evaluated_on_in_one_kind_of_sandbox(home: Path) -> None:
+    experiment = planned("--dataset", "bench12", "--env", "local")
+    for dataset in (experiment["dataset"], experiment["evaluation"]["dataset"]):
+        assert (dataset["path"], dataset["sandbox"]["kind"]) == ("bench12", "local")
+
+
+def test_training_and_evaluation_are_set_apart_where_it_is_said(home: Path) -> None:
+    apart = ["--set", "evaluation.dataset.limit=2", "--set", "evaluation.dataset.sandbox.kind=docker"]
+    experiment = planned("--dataset", "bench12", "--env", "local", *apart)
+    assert (experiment["dataset"]["limit"], experiment["evaluation"]["dataset"]["limit"]) == (None, 2)
+    assert experiment["dataset"]["sandbox"]["kind"] == "local"
+    assert experiment["evaluation"]["dataset"]["sandbox"]["kind"] == "docker"
+
+
+def test_a_prompt_pack_of_ones_own_is_reproduced_with(home: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "mine.yaml"
+    pack.write_text((Path(compaction.__file__).parent / "prompts" / "tiny.yaml").read_text())
+    assert planned("--prompt-pack", str(pack))["agent"]["compaction"]["prompt_pack"] == str(pack)
+
+
+def test_adapters_are_asked_for_by_settings_and_missed_before_anything_starts(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--set", "trainer.lora.rank=8", "--set", "sft.sft.lora.targets=q_proj,v_proj"]
+    experiment = planned(*arguments)
+    assert experiment["trainer"]["lora"] == {"rank": 8, "alpha": 32.0, "targets": "all-linear"}
+    assert experiment["sft"]["sft"]["lora"]["targets"] == ["q_proj", "v_proj"]
+    monkeypatch.setitem(sys.modules, "peft", None)
+    code, _, err = invoke("reproduce", "--preset", "smoke", *arguments)
+    assert code == 2
+    assert "pip install 'compactionrl[lora]'" in err
     assert not home.exists()
 
 

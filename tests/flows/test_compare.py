@@ -13,10 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from evaluation.grid import Cell
-from flows.chain import Plan
 from flows.cli import app
 from flows.compare import compare_runs
 from flows.experiment import load_experiment
+from flows.plan import Plan
 from flows.reproduce import provenance
 from flows.runs import RunFolder, create_run
 from flows.services import Home

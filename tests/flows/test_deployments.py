@@ -12,10 +12,10 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 from typer.testing import CliRunner
 
-from flows.chain import Plan
 from flows.cli import app
 from flows.deployments import flags_of, reproduce, sweep
 from flows.experiment import Variant
+from flows.plan import Plan
 from flows.session import Request
 
 ROOT = Path(__file__).parents[2]

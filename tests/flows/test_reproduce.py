@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from evaluation.results import CellResult
-from flows.chain import Plan
 from flows.experiment import CHANGES, load_experiment
+from flows.plan import Plan
 from tasks.caching import StageStore
 from tests.processes import processes_of
 
@@ -77,6 +77,19 @@ def test_one_command_trains_evaluates_and_reports(home: Path, first: dict) -> No
     assert "<svg" in (run / "report.html").read_text()
     assert json.loads((run / "run.json").read_text())["status"] == "ok"
     assert first["provenance"]["versions"]["torch"]
+
+
+def test_each_trained_checkpoint_has_a_card_with_its_scores(home: Path, first: dict) -> None:
+    cards = {
+        path.parents[1].name.split("-")[0]: path.read_text() for path in home.glob("stages/*/checkpoint/README.md")
+    }
+    assert set(cards) == {"sft", "ppo"}
+    for stage, variant in (("sft", "base"), ("ppo", "compactionrl")):
+        own = [c for c in map(CellResult.model_validate, first["results"]) if (c.variant, c.window) == (variant, 128)]
+        for cap in (0, 4):
+            cell = next(c for c in own if c.cap == cap and c.keep_recent in (None, 1))
+            assert f"| ×{cap + 1} | {cell.pass_at_1:.3f} [" in cards[stage]
+    assert first["warnings"] == []
 
 
 def test_mlflow_holds_a_parent_with_a_child_per_stage_and_cell(home: Path, first: dict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -351,6 +352,17 @@ def test_a_saved_policy_is_an_ordinary_checkpoint(random_checkpoint, tmp_path):
     assert (tmp_path / "policy" / "tokenizer_config.json").exists()
     loaded = load_policy(tmp_path / "policy").state_dict()
     assert all(torch.equal(w, loaded[name]) for name, w in t.weights().items())
+
+
+def test_a_saved_policy_does_not_bear_the_card_and_the_pairing_of_what_it_started_from(random_checkpoint, tmp_path):
+    start = tmp_path / "start"
+    shutil.copytree(random_checkpoint, start)
+    for name in ("README.md", "compaction.json", "LICENSE"):
+        (start / name).write_text("of the base model")
+    trainer(start).save_policy(tmp_path / "policy")
+    kept = {path.name for path in (tmp_path / "policy").iterdir()}
+    assert "LICENSE" in kept
+    assert not {"README.md", "compaction.json"} & kept
 
 
 def test_a_missing_checkpoint_folder_is_named(tmp_path):

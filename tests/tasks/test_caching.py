@@ -22,6 +22,7 @@ from tasks.caching import (
     StageStore,
     canonical_json,
     code_digest,
+    describe_files,
     file_digest,
     is_disk_full,
 )
@@ -141,6 +142,14 @@ def test_damaged_files_make_the_stage_run_again(store: StageStore, damage, why: 
     assert missed.why.endswith(why)
     assert not make(store, SPEC, produce).cached
     assert isinstance(store.lookup(SPEC), Hit)
+
+
+def test_a_models_card_may_be_written_again_and_is_in_no_digest(store: StageStore) -> None:
+    outcome = make(store, SPEC, produce)
+    for text in ("a card", "with scores"):
+        (outcome.folder / "model" / "README.md").write_text(text)
+        assert isinstance(store.lookup(SPEC), Hit)
+    assert describe_files(outcome.folder) == outcome.manifest.files
 
 
 def test_a_damaged_manifest_makes_the_stage_run_again(store: StageStore) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compaction.pairing import PAIRING, read_pairing
 from compaction.storage import read_rollouts
 from tasks.caching import StageOutcome, StageStore
 from tasks.cluster import Cluster
@@ -77,6 +78,15 @@ def test_the_stages_learn_and_leave_no_checkpoints(runs: Runs) -> None:
     assert all(torch.equal(start[name], w) for name, w in critic_policy.items()), "pretraining leaves the policy"
     assert any(not torch.equal(start[name], w) for name, w in trained.items())
     assert runs.ppo[1].steps[0]["critic/loss"] < runs.critic[1].steps[0]["critic/loss"], "PPO has the critic"
+
+
+def test_the_trained_policy_bears_its_pairing_which_is_part_of_the_stage(runs: Runs) -> None:
+    ppo = runs.ppo[0]
+    pairing = read_pairing(ppo.folder / "checkpoint")
+    assert pairing is not None
+    assert (pairing.window, pairing.cap, pairing.prompt_pack.name) == (128, 2, "lenient")
+    assert [(t.stage, t.steps) for t in pairing.training] == [("critic", CRITIC_STEPS), ("ppo", PPO_STEPS)]
+    assert f"checkpoint/{PAIRING}" in ppo.manifest.files
 
 
 def test_one_seed_twice_gives_the_same_bits(runs: Runs) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from compaction.settings import AgentSettings
+from compaction.settings import AgentSettings, CompactionSettings
+from compaction.summaries import load_prompt_pack
 from evaluation.tasksets.trail import TrailSettings
 from rl.settings import PPOSettings, TrainerSettings
 from tasks.caching import StageSpec
@@ -34,6 +36,18 @@ def digests(training: Training, sft: StageSpec = SFT) -> tuple[str, str]:
 )
 def test_whatever_changes_the_numbers_makes_another_stage(changed: Training) -> None:
     assert not set(digests(changed)) & set(digests(TRAINING))
+
+
+def test_other_texts_under_the_same_name_make_another_stage(tmp_path: Path) -> None:
+    path = tmp_path / "pack.yaml"
+    pack = load_prompt_pack("nine-items")
+    agent = AgentSettings(compaction=CompactionSettings(prompt_pack=str(path)))
+    found = []
+    for system in ("one", "another"):
+        path.write_text(pack.model_copy(update={"system": system}).model_dump_json())
+        load_prompt_pack.cache_clear()
+        found.append(set(digests(replace(TRAINING, agent=agent))))
+    assert not found[0] & found[1]
 
 
 def test_how_often_it_is_checkpointed_does_not() -> None:

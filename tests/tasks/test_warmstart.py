@@ -12,11 +12,12 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from compaction.pairing import read_pairing
 from compaction.rendering import load_renderer
 from compaction.settings import AgentSettings, CompactionSettings
 from rl.errors import TrainingDiverged
 from rl.models import load_policy
-from rl.settings import SFTSettings, SFTStage, TinySettings
+from rl.settings import LoraSettings, SFTSettings, SFTStage, TinySettings
 from tasks import warmstart
 from tasks.cluster import Cluster
 from tasks.stages import StageRun
@@ -42,8 +43,8 @@ SETTINGS = WarmstartSettings(
 )
 
 
-def made(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
-    steps = list(warmstart.warmstart(folder, SETTINGS, WORLD, AGENT, seed))
+def made(folder: Path, seed: int = 0, settings: WarmstartSettings = SETTINGS) -> dict[str, torch.Tensor]:
+    steps = list(warmstart.warmstart(folder, settings, WORLD, AGENT, seed))
     assert [done for done, _ in steps] == list(range(1, STEPS + 1))
     metrics = [each for _, each in steps]
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"]
@@ -61,15 +62,19 @@ def test_the_base_policy_is_an_ordinary_checkpoint_and_the_same_again_under_its_
     ]
 
 
-def test_killed_in_the_middle_it_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
-    whole = made(tmp_path / "whole")
-    steps = warmstart.warmstart(tmp_path / "cut", SETTINGS, WORLD, AGENT, 0)
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_killed_in_the_middle_it_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path: Path, lora: LoraSettings | None
+) -> None:
+    settings = SETTINGS.model_copy(update={"sft": SETTINGS.sft.model_copy(update={"lora": lora})})
+    whole = made(tmp_path / "whole", settings=settings)
+    steps = warmstart.warmstart(tmp_path / "cut", settings, WORLD, AGENT, 0)
     for done, _ in steps:
         if done == STEPS_PER_REPORT + 3:
             break
     steps.close()  # type: ignore[attr-defined]
     assert not (tmp_path / "cut" / "checkpoint").exists()
-    rest = [done for done, _ in warmstart.warmstart(tmp_path / "cut", SETTINGS, WORLD, AGENT, 0)]
+    rest = [done for done, _ in warmstart.warmstart(tmp_path / "cut", settings, WORLD, AGENT, 0)]
     assert rest == list(range(STEPS_PER_REPORT + 1, STEPS + 1))
     resumed = load_file(tmp_path / "cut" / "checkpoint" / "model.safetensors")
     assert all(torch.equal(whole[name], w) for name, w in resumed.items())
@@ -104,7 +109,8 @@ def test_in_a_worker_process_it_reports_on_the_way_and_its_errors_arrive_as_them
 
     result, recording = run(SETTINGS, tmp_path / "a")
     assert sorted(recording.steps) == [STEPS_PER_REPORT - 1, 2 * STEPS_PER_REPORT - 1, STEPS - 1]
-    assert result == {"checkpoint": "checkpoint", "loss": recording.steps[STEPS - 1]["sft/loss"]}
+    loss = recording.steps[STEPS - 1]["sft/loss"]
+    assert result == {"checkpoint": "checkpoint", "base_model": None, "loss": loss}
     assert load_policy(tmp_path / "a" / result["checkpoint"]) is not None
 
     diverging = SETTINGS.model_copy(update={"sft": SETTINGS.sft.model_copy(update={"lr": 1e30})})
@@ -134,6 +140,33 @@ def test_a_pretrained_model_is_fine_tuned_from_its_own_weights_or_left_as_it_is(
     assert all(torch.equal(start[name], same[name]) for name in start)
 
 
+def test_the_pairing_stands_beside_the_weights_with_all_that_they_were_trained_on(
+    small_checkpoint: Path, tmp_path: Path
+) -> None:
+    made(tmp_path / "first", seed=3)
+    first = read_pairing(tmp_path / "first/checkpoint")
+    assert first is not None
+    assert (first.window, first.scaffold, first.prompt_pack.name) == (128, "shell-line", "tiny")
+    assert first.base_model is None
+    assert [(t.stage, t.data, t.steps, t.seed) for t in first.training] == [
+        ("sft", "6 expert rollouts on the trail world", STEPS, 3)
+    ]
+
+    folder = str(tmp_path / "first/checkpoint")
+    other = AGENT.model_copy(update={"compaction": AGENT.compaction.model_copy(update={"cap": 1})})
+    list(warmstart.warmstart(tmp_path / "again", SETTINGS.model_copy(update={"model": folder}), WORLD, other, 0))
+    again = read_pairing(tmp_path / "again/checkpoint")
+    assert again is not None
+    assert (again.cap, again.base_model) == (1, folder)
+    assert [t.seed for t in again.training] == [3, 0]
+
+    list(warmstart.warmstart(tmp_path / "same", WarmstartSettings(model=folder, data=()), WORLD, other, 0))
+    assert read_pairing(tmp_path / "same/checkpoint") == first, "nothing was trained"
+    untold = WarmstartSettings(model=str(small_checkpoint), data=())
+    list(warmstart.warmstart(tmp_path / "untold", untold, WORLD, AGENT, 0))
+    assert read_pairing(tmp_path / "untold/checkpoint") is None
+
+
 def test_other_weights_in_a_folder_are_another_start(small_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(small_checkpoint, folder)
@@ -143,6 +176,8 @@ def test_other_weights_in_a_folder_are_another_start(small_checkpoint: Path, tmp
         return warmstart.spec(WarmstartSettings(model=str(folder), data=()), WORLD, AGENT, 0).digest
 
     before = digest()
+    assert digest() == before
+    (folder / "README.md").write_text("another card")
     assert digest() == before
     (folder / "model.safetensors").write_bytes(b"other weights")
     assert digest() != before

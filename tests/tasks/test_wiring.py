@@ -47,14 +47,14 @@ STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
         evaluate.SOURCES,
         ["tasks/evaluate.py"],
         {f"rl/{name}.py" for name in
-         ("advantages", "batching", "checkpoint", "logprobs", "losses", "master_weights",
-          "optimization", "packing", "rows", "settings",
-          "trainer")},
+         ("advantages", "batching", "checkpoint", "logprobs", "lora", "losses", "master_weights",
+          "optimization", "packing", "pretrained", "rows", "settings",
+          "trainer", "weight_transfer")},
     ),
 }  # fmt: skip
 """Stage: its sources, the files it starts in, and what is imported without deciding its result"""
 AROUND = ("rl/errors.py", "rl/events.py", "rl/meters.py", "rl/remote.py", *(f"tasks/{name}.py" for name in (
-    "caching", "cluster", "errors", "explain", "processes", "progress", "stages", "traces", "tracking",
+    "caching", "cluster", "errors", "explain", "processes", "progress", "provenance", "stages", "traces", "tracking",
 )))  # fmt: skip
 """How a stage is started, recorded and reported"""
 

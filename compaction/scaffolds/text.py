@@ -1,41 +1,27 @@
-"""How a reply becomes a command, and a command's result an observation."""
+"""Scaffolds that read the action from the reply's text."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Sequence
 
-from compaction.protocols import Execution, FinishReason
-
-
-@dataclass(frozen=True)
-class Action:
-    """A parsed reply. `text` is the command to run, or for `malformed` the advice given as the observation."""
-
-    kind: Literal["command", "finish", "malformed"]
-    text: str = ""
-
-
-class Scaffold(Protocol):
-    """Reads replies and writes observations."""
-
-    def parse(self, reply: str, finish_reason: FinishReason) -> Action: ...
-
-    def is_action(self, text: str) -> bool:
-        """Whether a text is an attempt to act (a summary must not be one)."""
-        ...
-
-    def observation(self, execution: Execution) -> str: ...
+from compaction.protocols import Execution, FinishReason, ToolCall, Tools
+from compaction.scaffolds.scaffold import Action
+from compaction.thinking import UNCLOSED
 
 
 class ShellLine:
     """The whole reply is one shell command; `exit` ends the rollout."""
 
+    act = "Reply with one shell command on one line, and nothing else."
+    finish = "When the task is complete, reply with exit."
+    tools: Tools = ()
     commands = frozenset({"cat", "ls", "grep", "echo", "exit"})
 
-    def parse(self, reply: str, finish_reason: FinishReason) -> Action:
-        command = reply.strip()
+    def parse(self, said: str | None, finish_reason: FinishReason, tool_calls: Sequence[ToolCall] = ()) -> Action:
+        if said is None:
+            return Action("malformed", UNCLOSED)
+        command = said.strip()
         if finish_reason == "length":
             return Action("malformed", " reply cut: too long")
         if not command:
@@ -72,13 +58,22 @@ class BashBlock:
     where no other does.
     """
 
-    def parse(self, reply: str, finish_reason: FinishReason) -> Action:
+    act = (
+        "In each reply, think briefly, then\ngive exactly one command in a fenced block, and wait for its output:\n\n"
+        "```bash\nyour command\n```\n\nThe block may hold several lines."
+    )
+    finish = "When the task is complete, reply with a block that holds\nnothing but exit."
+    tools: Tools = ()
+
+    def parse(self, said: str | None, finish_reason: FinishReason, tool_calls: Sequence[ToolCall] = ()) -> Action:
+        if said is None:
+            return Action("malformed", UNCLOSED)
         if finish_reason == "length":
             return Action("malformed", f"Your reply was cut off: it was too long. Nothing was run.\n{ADVICE}")
-        blocks = self._blocks(reply)
+        blocks = self._blocks(said)
         if not blocks:
-            opened = re.search(r"^(`{3,}|~{3,})[ \t]*(bash|sh|shell)[ \t]*$", reply, re.MULTILINE)
-            why = "it is empty" if not reply.strip() else "there is no command in it"
+            opened = re.search(r"^(`{3,}|~{3,})[ \t]*(bash|sh|shell)[ \t]*$", said, re.MULTILINE)
+            why = "it is empty" if not said.strip() else "there is no command in it"
             if opened:
                 why = "its block is not closed"
             return Action("malformed", f"Your reply could not be used: {why}. Nothing was run.\n{ADVICE}")
@@ -95,9 +90,7 @@ class BashBlock:
         return bool(found) and found[-1]["language"] in SHELLS and not text[found[-1].end() :].strip()
 
     def observation(self, execution: Execution) -> str:
-        output = execution.output.rstrip("\n")
-        head = f"exit code {execution.exit_code}" + (f" · {execution.note}" if execution.note else "")
-        return f"[{head}]\n{output}" if output.strip() else f"[{head}, no output]"
+        return shell_observation(execution)
 
     def _blocks(self, reply: str) -> list[str]:
         found = [(match["language"].lower(), match["body"]) for match in FENCE.finditer(reply.replace("\r\n", "\n"))]
@@ -105,11 +98,8 @@ class BashBlock:
         return named or [body for language, body in found if not language]
 
 
-SCAFFOLDS: dict[str, type[Scaffold]] = {"bash-block": BashBlock, "shell-line": ShellLine}
-
-
-def load_scaffold(name: str) -> Scaffold:
-    """The scaffold of that name. Raises ValueError naming the known ones."""
-    if name not in SCAFFOLDS:
-        raise ValueError(f"scaffold {name!r} is unknown; choose one of: {', '.join(sorted(SCAFFOLDS))}")
-    return SCAFFOLDS[name]()
+def shell_observation(execution: Execution) -> str:
+    """Exit code, what else is to be known, and the output."""
+    output = execution.output.rstrip("\n")
+    head = f"exit code {execution.exit_code}" + (f" · {execution.note}" if execution.note else "")
+    return f"[{head}]\n{output}" if output.strip() else f"[{head}, no output]"
