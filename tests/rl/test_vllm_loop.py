@@ -47,6 +47,15 @@ def test_at_lag_0_the_engines_logprobs_are_the_trainers_after_every_update(
         assert len(ages - {-1}) > 1
 
 
+def test_adapters_reach_vllm_merged(small_checkpoint: Path) -> None:
+    loop, worker, _ = local_loop(
+        small_checkpoint, served=vllm(small_checkpoint), steps=2, batch_size=4, trainer={"lora": {"rank": 4}}
+    )
+    results = collect(loop)
+    assert worker.loaded == [1, 2]
+    assert [result.metrics["train/logprob_mismatch"] < TOLERANCE for result in results] == [True, True]
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_replica_killed_in_mid_rollout_is_replaced_with_its_weights(small_checkpoint: Path, tmp_path: Path) -> None:
     flag = tmp_path / "at-work"
