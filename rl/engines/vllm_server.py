@@ -5,15 +5,16 @@ Start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode proc
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import httpx
 import numpy as np
+from filelock import FileLock
 from torch import Tensor
 
 from compaction.protocols import Completion, EngineError, GenerateRequest
@@ -36,11 +37,16 @@ class VllmServer:
         self._address = address.rstrip("/")
         self._client = httpx.AsyncClient(timeout=None)
         self._salts = PrefixSalts(f"{uuid4().hex}-")
-        folder = settings.shared_folder or tempfile.mkdtemp(prefix="compactionrl-weights-")
-        self._sync = HttpSync(
-            self._address, checkpoint, Path(folder), CheckpointWeights(checkpoint, tied=config.tie_word_embeddings)
-        )
-        self._sync.init_weight_transfer_engine({"max_length": max_length})
+        # One policy at a time: stages of this machine wait for each other, the others find out by the version's owner.
+        self._lease = FileLock(Path(tempfile.gettempdir()) / f"compactionrl-vllm-{quote(self._address, safe='')}.lock")
+        self._lease.acquire()
+        weights = CheckpointWeights(checkpoint, tied=config.tie_word_embeddings)
+        self._sync = HttpSync(self._address, checkpoint, settings.shared_folder, weights)
+        try:
+            self._sync.init_weight_transfer_engine({"max_length": max_length})
+        except EngineError:
+            self._lease.release()
+            raise
         self.max_length = max_length
         self.version = 0
 
@@ -70,7 +76,7 @@ class VllmServer:
             raise EngineError(f"the vLLM server {self._address} failed: {type(error).__name__} {error}") from error
         if response.status_code != httpx.codes.OK:
             raise EngineError(f"the vLLM server refused a request: {response.status_code} {response.text[:300]}")
-        return completion_of(response.json()["choices"][0], len(request.prompt_ids))
+        return completion_of(response.json()["choices"][0], len(request.prompt_ids), self._sync.version)
 
     async def release(self, rollout_id: str) -> None:
         """The rollout's prefix is not found again, and makes room when room is needed."""
@@ -86,11 +92,14 @@ class VllmServer:
 
     async def aclose(self) -> None:
         await self._client.aclose()
-        shutil.rmtree(self._sync.folder, ignore_errors=True)
+        self._lease.release()
 
 
-def completion_of(choice: dict[str, Any], prompt_tokens: int) -> Completion:
-    """What a server's choice says. Raises EngineError for one without logprobs or versions, or that was given up."""
+def completion_of(choice: dict[str, Any], prompt_tokens: int, version: Callable[[str], int]) -> Completion:
+    """What a server's choice says; `version` reads its names of versions.
+
+    Raises EngineError for one without logprobs, or that was given up.
+    """
     token_ids = choice.get("token_ids") or []
     logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
     reason = choice.get("finish_reason")
@@ -100,7 +109,7 @@ def completion_of(choice: dict[str, Any], prompt_tokens: int) -> Completion:
         raise EngineError(f"the vLLM server gave {len(logprobs)} logprobs for {len(token_ids)} tokens; {START}")
     versions = np.full(len(token_ids), -1, np.int32)
     for span in choice.get("weight_versions") or ():
-        versions[span["start"] : span["end"]] = int(span["version"])
+        versions[span["start"] : span["end"]] = version(span["version"])
     return Completion(
         token_ids=np.array(token_ids, dtype=np.int32),
         logprobs=np.array(logprobs, dtype=np.float32),

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 import httpx
 from safetensors import safe_open
@@ -138,10 +140,10 @@ class TransferSync:
 class HttpSync:
     """Into a vLLM server, which reads the weights from a folder that it sees too."""
 
-    def __init__(self, address: str, source: Path, folder: Path, checkpoint: CheckpointWeights) -> None:
-        self._address, self._source, self._checkpoint = address, source, checkpoint
+    def __init__(self, address: str, source: Path, shared: str | None, checkpoint: CheckpointWeights) -> None:
+        self._address, self._source, self._shared, self._checkpoint = address, source, shared, checkpoint
         self._client = httpx.Client(timeout=UPDATE_SECONDS)
-        self.folder = folder
+        self._owner = uuid4().hex
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Finds out whether the server is one that can be trained with. Raises EngineError."""
@@ -153,14 +155,21 @@ class HttpSync:
             raise EngineError(
                 f"the server takes {longest} tokens, the window needs {init_info['max_length']}: --max-model-len"
             )
-        self._name("0")
+        self.load(self._checkpoint.read(), 0)  # whatever it was started with, or trained with before
+
+    def version(self, name: str) -> int:
+        """The version behind the server's name for it. Raises EngineError where the weights are somebody else's."""
+        owner, _, version = name.rpartition("-")
+        if owner != self._owner:
+            raise EngineError(f"another run has put its weights on the vLLM server {self._address}; give each its own")
+        return int(version)
 
     def load(self, state_dict: Mapping[str, Tensor], version: int) -> None:
         """One whole update. Raises EngineError; until the server has taken all of them the old ones keep serving."""
         weights = self._checkpoint.checked(state_dict)
         self.start_weight_update()
         try:
-            self.update_weights({"state_dict": weights, "version": version})
+            self.update_weights({"state_dict": weights})
             self._name(str(version))
         finally:
             self.finish_weight_update()
@@ -169,9 +178,8 @@ class HttpSync:
         self._call("POST", "/pause?mode=keep")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        folder = self.folder / f"version-{update_info['version']}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder = Path(tempfile.mkdtemp(prefix="compactionrl-weights-", dir=self._shared))
+        folder.chmod(0o755)  # the server may run as somebody else
         shutil.copyfile(self._source / "config.json", folder / "config.json")
         save_file(
             {n: t.contiguous().clone() for n, t in update_info["state_dict"].items()}, folder / "model.safetensors"
@@ -188,7 +196,7 @@ class HttpSync:
         self._call("POST", "/resume")
 
     def _name(self, version: str) -> None:
-        self._call("POST", "/update_weight_version", {"new_version": version})
+        self._call("POST", "/update_weight_version", {"new_version": f"{self._owner}-{version}"})
 
     def _call(self, method: str, path: str, body: Any = None) -> httpx.Response:
         try:

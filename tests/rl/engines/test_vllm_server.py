@@ -79,10 +79,11 @@ def _answers(port: int) -> bool:
 
 
 @pytest.fixture
-def engine(address: str, checkpoint: Path, models: dict[int, Any]) -> Any:
+def engine(address: str, checkpoint: Path) -> Iterator[Any]:
+    """With the checkpoint's weights, whatever the server sampled with before."""
     engine = VllmServer(address, checkpoint, VllmSettings(), max_length=120)
-    engine.load_weights(models[0].state_dict(), 0)
-    return engine
+    yield engine
+    engine._lease.release()
 
 
 def test_replies_are_exact_and_bear_the_version_that_sampled_them(engine: Any, models: Any) -> None:
@@ -158,6 +159,18 @@ def test_what_a_server_gives_up_is_an_engine_error(change: dict[str, Any], messa
         "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}]},
         "weight_versions": [{"version": "3", "start": 0, "end": 1}],
     }
-    assert completion_of(choice, 4).versions.tolist() == [3]
+    assert completion_of(choice, 4, int).versions.tolist() == [3]
     with pytest.raises(EngineError, match=message):
-        completion_of(choice | change, 4)
+        completion_of(choice | change, 4, int)
+
+
+def test_a_server_that_another_run_has_taken_over_is_an_engine_error(engine: Any, models: Any) -> None:
+    async def once() -> Any:
+        completion = await engine.generate(request("mine", [1, 2, 3]))
+        engine._sync._call("POST", "/update_weight_version", {"new_version": "somebody-7"})
+        with pytest.raises(EngineError, match="another run has put its weights"):
+            await engine.generate(request("theirs", [1, 2, 3]))
+        await engine.aclose()
+        return completion
+
+    assert set(run(once()).versions) == {0}
