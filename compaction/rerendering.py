@@ -73,7 +73,7 @@ class _Replay:
         self.scaffold = load_scaffold(self.agent.scaffold)
         self.pack = load_prompt_pack(self.agent.compaction.prompt_pack)
         self.opened = ids(self.renderer.generation_prompt)
-        self.end = self.renderer.close([], "length")[0]
+        self.end = self.renderer.end_ids[0]
 
     @classmethod
     def start(cls, trajectory: Trajectory, renderer: Renderer, agent: AgentSettings) -> _Replay:
@@ -105,7 +105,8 @@ class _Replay:
             self.segment = SegmentBuilder("execution", self.history.token_ids)
 
     def compact(self, summarized: Summarized) -> None:
-        verdict = judge_summary(summarized.reply, "stop", self.pack, self.scaffold)
+        _, said = split_thinking(summarized.reply)
+        verdict = judge_summary(said or "", "stop", self.pack, self.scaffold)
         if verdict.body is None:
             raise NotUsable(
                 f"a summary would not be accepted under prompt pack {self.pack.name}", str(verdict.rejected)

@@ -23,7 +23,7 @@ from tasks.errors import CommandError
 from tasks.evaluate_job import CellJob
 from tasks.model_card import write_card
 from tasks.policies import CheckpointPolicy
-from tasks.stages import StageRunner, explained
+from tasks.stages import KeptSlot, StageRunner, explained
 from tasks.wiring import served
 
 
@@ -115,10 +115,11 @@ class Chain:
         return policy
 
     async def _cells(self, cells: Sequence[Cell], policy: CheckpointPolicy | EndpointPolicy) -> None:
+        slot = KeptSlot(self.runner.slots)
         try:
             for cell in cells:
                 try:
-                    outcome = self.results[cell] = await self._cell(cell, policy)
+                    outcome = self.results[cell] = await self._cell(cell, policy, slot)
                     if outcome.unfinished:
                         self._failed(CommandError(f"{cell.name}: {outcome.unfinished}"))
                 except BudgetUsedUp as error:
@@ -127,9 +128,10 @@ class Chain:
                 except Exception as error:
                     self._failed(error)
         finally:
+            slot.close()
             await policy.close()
 
-    async def _cell(self, cell: Cell, policy: CheckpointPolicy | EndpointPolicy) -> StageOutcome:
+    async def _cell(self, cell: Cell, policy: CheckpointPolicy | EndpointPolicy, slot: KeptSlot) -> StageOutcome:
         e, own = self.experiment, self.experiment.evaluation
         if self.plan.dataset is not None:
             job = self.plan.job(cell)
@@ -148,6 +150,7 @@ class Chain:
             unit="trials",
             tags={"stage": "evaluate", "variant": cell.variant, "dataset": self.plan.dataset_name},
             params=evaluate.params(cell, e.agent, self.plan.dataset_name, self.plan.n_tasks, own.repeats),
+            slot=slot,
         )
 
     async def _policy(self, variant: Variant, seed: int) -> StageOutcome:
@@ -159,9 +162,14 @@ class Chain:
         write_card(outcome.folder / "checkpoint")
         return outcome
 
+    @property
+    def _served(self) -> dict[str, Any]:
+        """What fine-tuning must know of the stages behind it."""
+        return {"engine": self.experiment.sampled_by, "gpus": self.experiment.loop.trainer_gpus}
+
     async def _zero_shot(self) -> StageOutcome:
         e, spec = self.experiment, self.plan.zero_shot()
-        body = warmstart.body(e.as_it_is, e.world, e.agent, 0, self.runner.cluster, None, e.sampled_by)
+        body = warmstart.body(e.as_it_is, e.world, e.agent, 0, self.runner.cluster, **self._served)
         tags = {"variant": "zero-shot"}
         return await self._once(spec, self.runner.run(spec, body, total=None, unit="steps", tags=tags))
 
@@ -198,7 +206,9 @@ class Chain:
         trajectories = None if collected is None else collected.folder / TRAJECTORIES
         return await self.runner.run(
             self.plan.sft(seed),
-            warmstart.body(e.warmstart, e.world, e.agent, seed, self.runner.cluster, trajectories, e.sampled_by),
+            warmstart.body(
+                e.warmstart, e.world, e.agent, seed, self.runner.cluster, collected=trajectories, **self._served
+            ),
             total=sum(stage.steps for stage in e.warmstart.sft.stages),
             unit="steps",
             tags={"variant": "base", "seed": seed},

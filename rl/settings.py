@@ -127,6 +127,15 @@ class VllmSettings(Settings):
         None, description="folder that the servers see too, for new weights; null = a temporary one of this machine"
     )
 
+    @model_validator(mode="after")
+    def _shares_one_gpu_at_most(self) -> VllmSettings:
+        if self.gpu_share < 1 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"gpu_share={self.gpu_share} is a part of one GPU, tensor_parallel={self.tensor_parallel} takes whole "
+                "ones: set one of them to 1"
+            )
+        return self
+
 
 class LossSettings(Settings):
     """The policy loss (paper section on the token-level loss)."""

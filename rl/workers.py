@@ -37,6 +37,9 @@ from rl.weight_transfer import WeightSender
 MAX_DEATHS = 5
 """Deaths in a row after which a worker is not replaced: a task that kills its worker must not do so for ever"""
 
+SEND_SECONDS = 300.0
+"""How long a transfer from GPU to GPU may take"""
+
 ROLLOUTS = "rollouts.parquet"
 """A checkpoint's finished rollouts that are not yet trained"""
 
@@ -196,13 +199,17 @@ class RolloutWorker:
                 logger.warning("rollout worker died (%s); replacing it", why)
                 with suppress(Exception):  # one that merely does not answer must not go on beside the new one
                     ray.kill(dead)
-                self._actor = self._start()
-                if self._weights is None:
-                    return
+                fresh = self._start()
                 try:
-                    await result_of(self._actor.load_weights.remote(*await self._weights()))
+                    if self._weights is not None:
+                        await result_of(fresh.load_weights.remote(*await self._weights()))
+                    self._actor = fresh
                 except PROCESS_DIED as error:
-                    dead, why = self._actor, type(error).__name__
+                    dead = self._actor = fresh
+                    why = type(error).__name__
+                except BaseException:  # it must not serve the weights that it started with
+                    ray.kill(fresh)
+                    raise
 
 
 @dataclass(frozen=True)
@@ -246,8 +253,11 @@ class TrainerActor:
         return WeightSender(self._transfer.backend, self._trainer.live_weights, self._transfer.ranks)
 
     def send_weights(self, actors: Sequence[Any]) -> int:
-        """The policy to rollout actors, GPU to GPU; returns its version."""
-        self._sender.send(actors, self._trainer.version)
+        """The policy to rollout actors, GPU to GPU; returns its version. Raises WorkerLost where one of them died."""
+        try:
+            self._sender.send(actors, self._trainer.version)
+        except PROCESS_DIED as error:
+            raise WorkerLost(f"a replica died while weights were sent ({type(error).__name__})") from error
         return self._trainer.version
 
     def version(self) -> int:
@@ -315,8 +325,14 @@ class TrainerHandle:
         return self._transfer is not None
 
     async def send_weights(self, workers: Sequence[RolloutWorker]) -> int:
-        """The policy to all workers at once, GPU to GPU; returns its version."""
-        version = int(await self._await(self._actor.send_weights.remote([worker.actor for worker in workers])))
+        """The policy to all workers at once, GPU to GPU; returns its version. Raises WorkerLost where that fails."""
+        sending = self._actor.send_weights.remote([worker.actor for worker in workers])
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                version = int(await self._await(sending))
+        except TimeoutError as error:  # a replica that died inside NCCL never answers, and the trainer waits for it
+            self.stop()
+            raise WorkerLost(f"weights did not reach the replicas within {SEND_SECONDS:g} s") from error
         for worker in workers:
             worker.sent(self.weights)
         return version

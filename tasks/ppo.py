@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from compaction.pairing import Pairing, pairing_of, read_pairing, write_pairing
 from compaction.settings import AgentSettings, Settings
@@ -74,6 +74,13 @@ class LoopSettings(Settings):
     checkpoint_every: int = Field(10, ge=1, description="steps between checkpoints")
     trainer_gpus: float = Field(0.5, ge=0, description="GPUs that the trainer claims from Ray, where there are any")
     vllm: VllmSettings = VllmSettings()
+
+    @field_validator("trainer_gpus")
+    @classmethod
+    def _is_a_share_or_whole(cls, gpus: float) -> float:
+        if gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"{gpus} is allowed as a part of one GPU (0.5) or as whole ones (1, 2)")
+        return gpus
 
 
 @dataclass(frozen=True)

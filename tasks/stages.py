@@ -124,6 +124,30 @@ Body = Callable[[StageRun], Awaitable[dict[str, Any] | Unfinished]]
 """Writes the stage's files and returns its small result"""
 
 
+class KeptSlot:
+    """One of a runner's slots, taken by the first stage that needs it and kept for the next ones until `close`.
+
+    Stages that share what others wait for (an engine with its GPUs) must not wait for a slot in between: the others may
+    hold them all.
+    """
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots, self._held = slots, False
+
+    async def __aenter__(self) -> None:
+        if not self._held:
+            await self._slots.acquire()
+            self._held = True
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing: it is kept."""
+
+    def close(self) -> None:
+        if self._held:
+            self._slots.release()
+            self._held = False
+
+
 @dataclass
 class StageRunner:
     """Runs the stages of one flow run. `slots` bounds how many compute at once; reuse waits for nobody."""
@@ -146,15 +170,19 @@ class StageRunner:
         unit: str,
         tags: Mapping[str, Any],
         params: Mapping[str, Any] | None = None,
+        slot: KeptSlot | None = None,
     ) -> StageOutcome:
-        """The stage's outcome: reused, or made by `body`. `params` mark a cell; every cell has the same keys."""
+        """The stage's outcome: reused, or made by `body`.
+
+        `params` mark a cell; every cell has the same keys. `slot` is one that several stages share.
+        """
         from prefect import task
         from prefect.cache_policies import NO_CACHE
 
         @task(name=spec.stage, task_run_name=spec.title, cache_policy=NO_CACHE, persist_result=False)
         async def stage() -> StageOutcome | State:
             try:
-                return await self._outcome(spec, body, total, unit, tags, params)
+                return await self._outcome(spec, body, total, unit, tags, params, slot)
             except CommandError as error:
                 return failed(error)
 
@@ -172,6 +200,7 @@ class StageRunner:
         unit: str,
         tags: Mapping[str, Any],
         params: Mapping[str, Any] | None,
+        slot: KeptSlot | None,
     ) -> StageOutcome:
         async def produce(folder: Path) -> Produced:
             recording = (
@@ -179,7 +208,7 @@ class StageRunner:
                 if params is None
                 else self.tracker.cell(spec.title, params, tags)
             )
-            async with self.slots:
+            async with slot or self.slots:
                 started = time.monotonic()
                 with recording as tracked, self.progress.stage(spec.title, total, unit) as progress:
                     run = StageRun(folder, tracked, progress, self.progress.note)

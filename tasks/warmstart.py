@@ -23,7 +23,7 @@ from compaction.settings import AgentSettings, Settings
 from compaction.summaries import load_prompt_pack
 from evaluation.tasksets.trail import TrailSettings, trail_tasks
 from evaluation.tasksets.trail_expert import ExpertSettings, TrailExpert, world_text
-from rl.errors import WorkerLost
+from rl.errors import UnsupportedModel, WorkerLost
 from rl.rows import rows_of
 from rl.settings import SFTSettings, TinySettings
 from tasks.caching import StageSpec, describe_files
@@ -190,17 +190,19 @@ def body(
     agent: AgentSettings,
     seed: int,
     cluster: Cluster,
+    *,
     collected: Path | None = None,
     engine: SampledBy = "torch",
+    gpus: float = 0.0,
 ) -> Body:
     """Trains in a worker process and streams the metrics here. `collected`: what stage `collect` made; `engine`: what
-    will sample from the model, which is refused before it is trained where that could not."""
+    will sample from the model, which is refused before it is trained where that could not; `gpus`: what it claims."""
 
     async def run(stage: StageRun) -> dict[str, Any]:
         cluster.ensure()
         import ray
 
-        from rl.remote import PROCESS_DIED, result_of
+        from rl.remote import PROCESS_DIED, result_of, seated
 
         @ray.remote(num_cpus=0, max_retries=0, max_calls=1)  # its memory is given back at once
         def train() -> Iterator[tuple[int, dict[str, float]]]:
@@ -212,14 +214,14 @@ def body(
         stage_folder = stage.folder
         last: dict[str, float] = {}
         data: list[dict[str, Any]] = []
-        stream = train.options(num_returns="streaming").remote()
         try:
-            async for reference in stream:
-                done, last = await result_of(reference)
-                if not data and (data := _selected(stage_folder)):
-                    for entry in data:
-                        stage.note(entry["text"])
-                stage.log(done, last, {"loss": last["sft/loss"]})
+            async with seated([gpus]) as (seat,):
+                async for reference in train.options(num_returns="streaming", **seat.options()).remote():
+                    done, last = await result_of(reference)
+                    if not data and (data := _selected(stage_folder)):
+                        for entry in data:
+                            stage.note(entry["text"])
+                    stage.log(done, last, {"loss": last["sft/loss"]})
         except PROCESS_DIED as error:
             raise WorkerLost(f"the fine-tuning process died ({type(error).__name__})") from error
         made = {"checkpoint": "checkpoint", "base_model": settings.model, "loss": last.get("sft/loss")}
@@ -275,6 +277,11 @@ def warmstart(
 
     start = _start(folder, settings, world, agent, seed, engine)
     renderer = load_renderer(start)
+    if settings.data and renderer.with_thinking(agent.thinking).opens_thinking:
+        raise UnsupportedModel(
+            f"{settings.model}: its chat template opens every reply with thinking, and what it is to be fine-tuned on "
+            "holds none; set agent.thinking=false"
+        )
     selections: list[Selection] = []
 
     def rollouts(stage: int, data: ExpertData | TrajectoryData) -> list[Rollout]:
@@ -337,6 +344,10 @@ def _start(
     found = find_model(settings.model)
     longest = max(agent.compaction.window, settings.longest_window)
     check_trainable(found, longest, torch_engine=engine == "torch")
+    if engine == "vllm":
+        from rl.engines.weight_sync import CheckpointWeights
+
+        CheckpointWeights(found)
     return found
 
 

@@ -80,4 +80,7 @@ def served(
 def engine_identity(engine: SampledBy, vllm: VllmSettings) -> dict[str, Any]:
     """What of the engine decides a result's last bits."""
     named: dict[str, Any] = {"name": engine}
-    return named if engine == "torch" else named | vllm.model_dump(mode="json", include={"dtype", "tensor_parallel"})
+    if engine == "torch":
+        return named
+    own = {"servers"} if vllm.servers else {"dtype", "tensor_parallel", "eager"}
+    return named | vllm.model_dump(mode="json", include=own)

@@ -50,7 +50,7 @@ class VllmEngine:
         self._vocabulary = config.vocab_size
         self._stops = sorted(end_tokens(_generation_config(checkpoint), config))
         self._engine = _start(checkpoint, _dtype(settings, config), settings, slots, max_length)
-        self._sync = ReloadSync(self._engine, CheckpointWeights(checkpoint, tied=config.tie_word_embeddings))
+        self._sync = ReloadSync(self._engine, CheckpointWeights(checkpoint))
         self._transfer = TransferSync(self._engine)
         self._calls: dict[str, Call] = {}
         self._names = count()

@@ -40,7 +40,7 @@ class VllmServer:
         # One policy at a time: stages of this machine wait for each other, the others find out by the version's owner.
         self._lease = FileLock(Path(tempfile.gettempdir()) / f"compactionrl-vllm-{quote(self._address, safe='')}.lock")
         self._lease.acquire()
-        weights = CheckpointWeights(checkpoint, tied=config.tie_word_embeddings)
+        weights = CheckpointWeights(checkpoint)
         self._sync = HttpSync(self._address, checkpoint, settings.shared_folder, weights)
         try:
             self._sync.init_weight_transfer_engine({"max_length": max_length})

@@ -14,12 +14,14 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 import httpx
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compaction.protocols import EngineError
-from rl.engines.weights import EMBEDDING, HEAD, Shapes, check_weights
+from rl.engines.weights import Shapes, Tied, check_weights
+from rl.errors import UnsupportedModel
 
 UPDATE_SECONDS = 300.0
 """How long a server may take for one step of an update"""
@@ -47,28 +49,38 @@ class WeightSync(Protocol):
 
 
 class CheckpointWeights:
-    """What a checkpoint's weights are called and how large they are, and the weights themselves to fall back on."""
+    """What a checkpoint's weights are called and how large they are, and the weights themselves to fall back on.
 
-    def __init__(self, checkpoint: Path, *, tied: bool) -> None:
+    Raises UnsupportedModel for a model whose weights are named otherwise in memory, where they are trained, than in its
+    files, which are what vLLM reads (fused experts, for one).
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         self._files = sorted(checkpoint.glob("*.safetensors"))
-        self._tied = tied
-        shapes: dict[str, tuple[int, ...]] = {}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+        self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.tied: Tied = model.all_tied_weights_keys
+        stored: set[str] = set()
         for file in self._files:
             with safe_open(file, framework="pt") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        if tied and EMBEDDING in shapes:
-            shapes[HEAD] = shapes[EMBEDDING]
-        self.shapes: Shapes = shapes
+                stored |= set(opened.keys())
+        if other := stored ^ (set(self.shapes) - (set(self.tied) - stored)):
+            raise UnsupportedModel(
+                f"{checkpoint}: weights are named otherwise in memory than in the files that vLLM reads (such as "
+                f"{sorted(other)[0]}); their updates would not arrive. Train a model whose names are the same"
+            )
 
     def checked(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights as vLLM must get them. Raises EngineError for what does not fit or is not finite.
 
-        The head of tied embeddings goes with them under its own name: on a CPU vLLM keeps a packed copy of it, which
-        no other name renews.
+        Tied ones go with the others under their own name: on a CPU vLLM keeps a packed copy of the head, which no other
+        name renews.
         """
-        check_weights(state_dict, self.shapes, tied=self._tied)
-        head = {HEAD: state_dict[EMBEDDING]} if self._tied and EMBEDDING in state_dict else {}
-        return dict(state_dict) | head
+        check_weights(state_dict, self.shapes, self.tied)
+        return dict(state_dict) | {name: state_dict[source] for name, source in self.tied.items()}
 
     def read(self) -> dict[str, Tensor]:
         return {name: tensor for file in self._files for name, tensor in load_file(file).items()}
@@ -144,6 +156,8 @@ class HttpSync:
         self._address, self._source, self._shared, self._checkpoint = address, source, shared, checkpoint
         self._client = httpx.Client(timeout=UPDATE_SECONDS)
         self._owner = uuid4().hex
+        self._serving: Mapping[str, Tensor] | None = None
+        """The weights last taken: those of the checkpoint as long as there are none"""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Finds out whether the server is one that can be trained with. Raises EngineError."""
@@ -165,14 +179,19 @@ class HttpSync:
         return int(version)
 
     def load(self, state_dict: Mapping[str, Tensor], version: int) -> None:
-        """One whole update. Raises EngineError; until the server has taken all of them the old ones keep serving."""
+        """One whole update. Raises EngineError, and the old weights serve again; a server that does not take even those
+        back stays paused."""
         weights = self._checkpoint.checked(state_dict)
         self.start_weight_update()
         try:
             self.update_weights({"state_dict": weights})
-            self._name(str(version))
-        finally:
+        except EngineError:
+            old = self._checkpoint.read() if self._serving is None else self._serving
+            self.update_weights({"state_dict": self._checkpoint.checked(old)})
             self.finish_weight_update()
+            raise
+        self._serving = state_dict
+        self.finish_weight_update(str(version))
 
     def start_weight_update(self) -> None:
         self._call("POST", "/pause?mode=keep")

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from compaction.protocols import EngineError
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Shapes = Mapping[str, tuple[int, ...]]
+Tied = Mapping[str, str]
+"""Names that stand for another's tensor: the head's for the embedding's, where they are tied"""
 
 
-def check_weights(state_dict: Mapping[str, Tensor], shapes: Shapes, *, tied: bool) -> None:
+def check_weights(state_dict: Mapping[str, Tensor], shapes: Shapes, tied: Tied) -> None:
     """Raises EngineError for missing, unknown or mis-shaped names and for non-finite values.
 
-    `shapes`: every name that the model has. With `tied` embeddings the head may be left out, but must not differ.
+    `shapes`: every name that the model has. A tied one may be left out, but must not differ.
     """
-    missing = [name for name in shapes if name not in state_dict and not (tied and name == HEAD)]
+    missing = [name for name in shapes if name not in state_dict and name not in tied]
     unknown = [name for name in state_dict if name not in shapes]
     if missing or unknown:
         raise EngineError(f"weights do not fit the model: missing {missing[:5]}, unknown {unknown[:5]}")
@@ -28,8 +29,9 @@ def check_weights(state_dict: Mapping[str, Tensor], shapes: Shapes, *, tied: boo
             raise EngineError(f"weights do not fit the model: {name} is {tuple(value.shape)}, expected {shapes[name]}")
         if not torch.isfinite(value).all():
             raise EngineError(f"weights are not usable: {name} holds non-finite values")
-    if tied and HEAD in state_dict and not torch.equal(state_dict[HEAD], state_dict[EMBEDDING]):
-        raise EngineError(f"weights do not fit the model: {HEAD} and {EMBEDDING} are tied but differ")
+    for name, source in tied.items():
+        if name in state_dict and not torch.equal(state_dict[name], state_dict[source]):
+            raise EngineError(f"weights do not fit the model: {name} and {source} are tied but differ")
 
 
 @torch.no_grad()
@@ -40,6 +42,6 @@ def load_in_place(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """
     current = model.state_dict()
     shapes = {name: tuple(value.shape) for name, value in current.items()}
-    check_weights(state_dict, shapes, tied=model.config.tie_word_embeddings)
+    check_weights(state_dict, shapes, model.all_tied_weights_keys)
     for name, value in state_dict.items():
         current[name].copy_(value)

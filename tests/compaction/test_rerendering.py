@@ -72,7 +72,7 @@ def test_each_text_is_trained_on_once_and_the_copied_tail_never(renderer: ChatTe
         ({"turns": (Said("cat a", None), Said("cat b", ("x",)))}, "a turn in the middle was shown nothing"),
         (
             {"turns": (Said("cat a", ("b " * 200,)), Said("cat b", ("x",)))},
-            "does not fit the student's window of 160",
+            "it does not fit the student's window of 160",
         ),
         ({"compactions": (Summarized(1, "I cannot", 0),)}, "a summary would not be accepted under prompt pack tiny"),
         ({"compactions": (Summarized(1, "out a", 2),)}, "a compaction keeps more turns than there were"),

@@ -43,6 +43,8 @@ def test_another_engine_is_another_policy_and_another_evaluation() -> None:
     [
         ("loop.vllm.dtype=bfloat16", True),
         ("loop.vllm.tensor_parallel=2", True),
+        ("loop.vllm.eager=true", True),
+        ("loop.vllm.servers=[http://gpu:8000]", True),
         ("loop.vllm.gpu_share=0.5", False),
         ("loop.vllm.transfer=nccl", False),
         ("loop.trainer_gpus=0.25", False),

@@ -50,10 +50,11 @@ def seen(gpus: int, **wanted: list[float]) -> Any:
 
 @pytest.mark.slow
 def test_actors_of_a_stage_get_their_gpus_together_and_the_next_stage_waits() -> None:
-    out = seen(2, apart=[1.0, 1.0], shared=[0.5, 0.4], wide=[0.0, 2.0], many=[1.0, 2.0])
+    out = seen(2, apart=[1.0, 1.0], shared=[0.5, 0.4], wide=[0.0, 2.0], many=[1.0, 2.0], none=[0.0, 0.0])
     assert sorted(out["apart"]) == ["0", "1"]
     assert len(set(out["shared"])) == 1, "both on one GPU"
     assert (out["wide"][0], sorted(out["wide"][1])) == ("", sorted("0,1"))
     assert "3 GPUs are needed (1 + 2), the cluster has 2: lower" in out["many"]
+    assert out["none"] == ["", ""], "nothing is claimed where nothing is asked for"
     assert out["waits"]
     assert out["then"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,13 @@ import pytest
 import torch
 
 from compaction.protocols import ContextLengthError, EngineError
-from rl.engines.weight_sync import CheckpointWeights, ReloadSync
-from rl.engines.weights import HEAD
 from rl.settings import VllmSettings
 from tests.rl.engines.served import VOCABULARY, build, full_logprobs, play, prompts, request, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
 TOLERANCE = 1e-4
+HEAD = "lm_head.weight"
 END = 11
 
 
@@ -312,12 +310,3 @@ def test_a_model_that_vllm_does_not_serve_is_one_message(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(EngineError, match="vLLM does not serve"):
         VllmEngine(tmp_path, VllmSettings(), slots=1, max_length=32)
-
-
-def test_untied_heads_are_asked_for_by_name(tmp_path: Path) -> None:
-    model = build("qwen3")
-    model.save_pretrained(tmp_path)
-    weights = CheckpointWeights(tmp_path, tied=False)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != HEAD}
-    with pytest.raises(EngineError, match="missing"):
-        ReloadSync(SimpleNamespace(), weights).load(state, 1)
