@@ -39,7 +39,7 @@ test: $(INSTALLED)
 	@$(BIN)/python -m pytest $(TEST_ARGS) $(ARGS)
 
 test-vllm: $(VLLM_INSTALLED)
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(ARGS)
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

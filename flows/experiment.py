@@ -15,12 +15,11 @@ from compaction.summaries import load_prompt_pack
 from evaluation.settings import DatasetSettings, JobSettings
 from evaluation.tasksets.trail import Split, TrailSettings
 from flows.presets_loader import load_settings
-from rl.settings import PPOSettings, TrainerSettings
+from rl.settings import PPOSettings, SampledBy, TrainerSettings
 from tasks.collect import CollectSettings
 from tasks.errors import UserError
 from tasks.ppo import LoopSettings, Training
 from tasks.warmstart import WarmstartSettings
-from tasks.wiring import SampledBy
 
 S = TypeVar("S", bound=Settings)
 

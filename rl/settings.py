@@ -10,6 +10,8 @@ from compaction.settings import Settings
 from rl.advantages import AdvantageSettings
 
 CriticLoss = Literal["bce", "mse"]
+SampledBy = Literal["torch", "vllm"]
+"""Engines that serve a checkpoint"""
 
 
 class TinySettings(Settings):

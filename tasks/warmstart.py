@@ -25,13 +25,12 @@ from evaluation.tasksets.trail import TrailSettings, trail_tasks
 from evaluation.tasksets.trail_expert import ExpertSettings, TrailExpert, world_text
 from rl.errors import UnsupportedModel, WorkerLost
 from rl.rows import rows_of
-from rl.settings import SFTSettings, TinySettings
+from rl.settings import SampledBy, SFTSettings, TinySettings
 from tasks.caching import StageSpec, describe_files
 from tasks.cluster import Cluster
 from tasks.provenance import trained_stage
 from tasks.sft_data import Selection, TrajectoryData, select
 from tasks.stages import Body, StageRun
-from tasks.wiring import SampledBy
 
 STEPS_PER_REPORT = 20
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from compaction.protocols import Task
 from compaction.settings import AgentSettings
 from evaluation.tasksets.trail import TrailSettings, trail_tasks
 from rl.requests import TaskSource
-from rl.settings import VllmSettings
+from rl.settings import SampledBy, VllmSettings
 
 if TYPE_CHECKING:
     from rl.serving import Serving
 
-SampledBy = Literal["torch", "vllm"]
-"""Engines that serve a checkpoint"""
 
 ROLLOUT_SOURCES = (
     "compaction",

@@ -183,7 +183,7 @@ def test_the_shipped_pack_says_how_its_scaffold_acts():
 def test_calls_are_stored_and_exported(tmp_path: Path):
     rollout, _, _ = rolled("glm-4.6", [turn("cat a", said="I look."), BAD, DONE, DONE])
     assert read_rollouts(write_rollouts(tmp_path / "r.parquet", [rollout])) == [rollout]
-    steps = [s for s in atif_trajectory(rollout, "cat a", model_name="m")["steps"] if s["source"] == "agent"]
+    steps = [s for s in atif_trajectory(rollout, model_name="m")["steps"] if s["source"] == "agent"]
     assert steps[0]["tool_calls"] == [
         {"tool_call_id": "call_1", "function_name": "execute_commands", "arguments": {"commands": ["cat a"]}}
     ]

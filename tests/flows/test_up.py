@@ -179,7 +179,7 @@ def test_a_mistake_in_the_form_is_one_message_and_no_run(home: Path, up: subproc
     prefect, runs = Prefect(home), len(list(home.glob("runs/*")))
     refused = prefect.ask("reproduce", variants=["bse"])
     assert refused.status_code == 409
-    assert "'bse' is not one of ['base'" in refused.text
+    assert "'bse' is not one of ['zero-shot', 'base'" in refused.text
     flow_run_id = prefect.ask("sweep", preset="tiny", overrides=["ppo.stpes=1"]).json()["id"]
     state = wait_for(lambda: prefect.ended(flow_run_id), up)
     assert state["type"] == "FAILED"

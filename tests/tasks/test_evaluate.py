@@ -19,7 +19,7 @@ from tasks.policies import CheckpointPolicy
 from tasks.progress import open_progress
 from tasks.stages import StageRun
 from tasks.tracking import Tracker
-from tests.rl.small import WORLD, agent_settings
+from tests.rl.small import WORLD, agent_settings, serving
 
 pytestmark = pytest.mark.xdist_group("ray")
 CELL = Cell("compactionrl", 0, 128, 2, 1)
@@ -51,7 +51,7 @@ def evaluated(
 def test_cells_share_tasks_and_worker_and_leave_trials_rollouts_and_metrics(
     small_checkpoint: Path, ray_cluster: Cluster, tracker: Tracker, tmp_path: Path
 ) -> None:
-    policy = CheckpointPolicy(small_checkpoint, ray_cluster, slots=4, max_length=128, rollout_timeout=60.0)
+    policy = CheckpointPolicy(lambda: serving(small_checkpoint), ray_cluster, slots=4, rollout_timeout=60.0)
     result, run = evaluated(CELL, small_checkpoint, policy, tracker, tmp_path / "a")
     other = Cell("compactionrl", 0, 128, 0, None)
     evaluated(other, small_checkpoint, policy, tracker, tmp_path / "b")
@@ -74,15 +74,15 @@ def test_cells_share_tasks_and_worker_and_leave_trials_rollouts_and_metrics(
 
 def test_a_worker_that_was_never_needed_starts_and_stops_nothing(tmp_path: Path) -> None:
     cluster = Cluster(None, "test", tmp_path / "logs")
-    asyncio.run(CheckpointPolicy(tmp_path, cluster, slots=1, max_length=8, rollout_timeout=60.0).close())
+    asyncio.run(CheckpointPolicy(lambda: serving(tmp_path), cluster, slots=1, rollout_timeout=60.0).close())
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_cells_settings_and_policy_name_it() -> None:
-    agent, policy = agent_settings(Path("x")), StageSpec("ppo", "p", {"a": 1})
+def test_a_cells_settings_and_policy_name_it(small_checkpoint: Path) -> None:
+    agent, policy = agent_settings(small_checkpoint), StageSpec("ppo", "p", {"a": 1})
 
     def digest(cell: Cell = CELL, policy: StageSpec = policy, n_tasks: int = 5) -> str:
-        return evaluate.spec(cell, policy, agent, WORLD, "test", n_tasks, 1).digest
+        return evaluate.spec(cell, policy, agent, WORLD, "test", n_tasks, 1, {"name": "torch"}).digest
 
     assert digest() == digest()
     others = {

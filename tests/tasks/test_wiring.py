@@ -34,7 +34,8 @@ def test_an_engine_holds_a_whole_window() -> None:
 
 STAGES: dict[str, tuple[tuple[str, ...], list[str], set[str]]] = {
     "sft": (warmstart.SOURCES, ["tasks/warmstart.py"],
-            {"rl/advantages.py", "rl/engines/direct_forward.py", "rl/engines/kv_cache.py"}),
+            {"evaluation/trial.py", "rl/advantages.py", "rl/engines/direct_forward.py", "rl/engines/kv_cache.py",
+             "rl/engines/weight_sync.py", "rl/engines/weights.py"}),
     "ppo": (
         (*wiring.ROLLOUT_SOURCES, *wiring.LEARNING_SOURCES, "tasks/ppo.py", "tasks/wiring.py"),
         ["tasks/ppo.py", "rl/ppo.py", "rl/async_ppo.py", "rl/workers.py"],
