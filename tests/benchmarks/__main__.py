@@ -18,6 +18,7 @@ from tests.benchmarks import (
     bench_engine,
     bench_jobs,
     bench_memory,
+    bench_rollouts,
     bench_sandboxes,
     bench_step,
     bench_update,
@@ -25,6 +26,7 @@ from tests.benchmarks import (
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "engine": bench_engine.main,
+    "rollouts": bench_rollouts.main,
     "update": bench_update.main,
     "memory": bench_memory.main,
     "step": bench_step.main,

@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compaction.protocols import GenerateRequest
 from rl.engines.torch_engine import TorchEngine
+from rl.serving import ServedEngine
+from tests.benchmarks.meters import conditions, median, timed
 
 ROLLOUTS = 64
 VOCABULARY = 704
@@ -78,47 +78,25 @@ def tiny_model() -> LlamaForCausalLM:
     return model
 
 
-@dataclass
-class Seconds:
-    """What a replay took. On a busy machine CPU time says more than wall time."""
-
-    wall: float
-    cpu: float
-
-    def __str__(self) -> str:
-        return f"{self.wall:6.2f} s ({self.cpu:5.2f} s CPU)"
-
-
-def timed(replay: Callable[[], object]) -> Seconds:
-    wall, cpu = time.perf_counter(), time.process_time()
-    replay()
-    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def median(side: list[Seconds]) -> Seconds:
-    return Seconds(statistics.median(s.wall for s in side), statistics.median(s.cpu for s in side))
-
-
-def scripts(*, ragged: bool) -> list[Script]:
+def scripts(*, ragged: bool, rollouts: int = ROLLOUTS, scale: int = 1) -> list[Script]:
+    """`scale`: how many times as long prompts, actions and observations are."""
     rng = np.random.default_rng(0)
 
     def size(low: int, high: int, equal: int) -> int:
         return int(rng.integers(low, high + 1)) if ragged else equal
 
-    def tokens(n: int) -> list[int]:
-        return rng.integers(1, VOCABULARY, n).tolist()
+    def tokens(low: int, high: int, equal: int) -> list[int]:
+        return rng.integers(1, VOCABULARY, scale * size(low, high, equal)).tolist()
 
     result = []
-    for i in range(ROLLOUTS):
+    for i in range(rollouts):
         turns = size(10, 15, 12)
-        lengths = [size(4, 8, 6) for _ in range(turns)]
-        result.append(
-            Script(f"rollout-{i}", tokens(size(8, 16, 12)), lengths, [tokens(size(8, 10, 9)) for _ in lengths])
-        )
+        lengths = [scale * size(4, 8, 6) for _ in range(turns)]
+        result.append(Script(f"rollout-{i}", tokens(8, 16, 12), lengths, [tokens(8, 10, 9) for _ in lengths]))
     return result
 
 
-async def _play(engine: TorchEngine, script: Script) -> list[Turn]:
+async def _play(engine: ServedEngine, script: Script) -> list[Turn]:
     ids, turns = list(script.prompt), []
     for number, (length, observation) in enumerate(zip(script.lengths, script.observations, strict=True)):
         turns.append(Turn(list(ids), length))
@@ -129,20 +107,24 @@ async def _play(engine: TorchEngine, script: Script) -> list[Turn]:
     return turns
 
 
-async def _play_all(engine: TorchEngine, workload: list[Script]) -> list[list[Turn]]:
+async def _play_all(engine: ServedEngine, workload: list[Script]) -> list[list[Turn]]:
     return await asyncio.gather(*(_play(engine, script) for script in workload))
 
 
-def play_with_engine(engine: TorchEngine, workload: list[Script]) -> list[list[Turn]]:
+def play_with_engine(engine: ServedEngine, workload: list[Script]) -> list[list[Turn]]:
     """All rollouts at once, each at its own pace."""
     return asyncio.run(_play_all(engine, workload))
 
 
-@torch.inference_mode()
-def play_with_generate(model: LlamaForCausalLM, workload: list[Script]) -> None:
+def turn_batches(workload: list[Script]) -> Iterator[list[Turn]]:
     """Turn by turn: those rollouts that have one form the batch."""
     for number in range(max(len(script.turns) for script in workload)):
-        batch = [script.turns[number] for script in workload if number < len(script.turns)]
+        yield [script.turns[number] for script in workload if number < len(script.turns)]
+
+
+@torch.inference_mode()
+def play_with_generate(model: LlamaForCausalLM, workload: list[Script]) -> None:
+    for batch in turn_batches(workload):
         width = max(len(turn.context) for turn in batch)
         ids = torch.tensor([[0] * (width - len(turn.context)) + turn.context for turn in batch])
         mask = torch.tensor([[0] * (width - len(turn.context)) + [1] * len(turn.context) for turn in batch])
@@ -179,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pairs = parser.parse_args(argv).pairs
     torch.set_num_threads(1)
     model = tiny_model()
-    print(f"{os.cpu_count()} cores, 1 thread, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+    print(conditions())
     ratios = [compare(model, ragged=ragged, pairs=pairs) for ragged in (True, False)]
     return 0 if min(ratios) >= BAR else 1
 

@@ -1,24 +1,26 @@
-"""The update: optimized tokens per second, shared rows against separate rows, and where the time goes.
+"""The update: optimized tokens per second, shared rows against separate rows, where the time goes, and TRL's beside it.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.bench_update
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.bench_update [--part all|layouts|trainers]
+        [--trl PYTHON] [--modes MODE ...] [--checkpoint FOLDER] [--rollouts 4]
 
-One update is what a PPO step does after its rollouts: values, two critic updates, one policy update, here on 64 seeded
-rollouts shaped like the embedded default's (about 190 windows, 19,000 tokens) and a model of its size. Both layouts run
-in turn in one process; medians are printed side by side. Exits with 1 where the two layouts disagree.
+`layouts`: one update is what a PPO step does after its rollouts: values, two critic updates, one policy update, here on
+64 seeded rollouts shaped like the embedded default's (about 190 windows, 19,000 tokens) and a model of its size. Both
+layouts run in turn in one process; medians are printed side by side. Exits with 1 where the two layouts disagree.
+
+`trainers`: one policy step beside TRL's, where --trl names an interpreter that has it; see trl_trainers.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from compaction.rollout import Outcome, Rollout, Segment
 from compaction.settings import AgentSettings
@@ -26,19 +28,22 @@ from rl.advantages import AdvantageSettings, batch_advantages
 from rl.rows import Row, gather_segments, rows_of, scatter_segments
 from rl.settings import TrainerSettings
 from rl.trainer import Trainer
-from tests.benchmarks.meters import MODEL, Seconds, model_meter, now, total
+from tests.benchmarks.meters import MODEL, Seconds, conditions, median, model_meter, now, timed, total
+from tests.benchmarks.models import llama_checkpoint
+from tests.benchmarks.trl_trainers import TRL_MODES, compare_trainers
 
 ROUNDS = 7
 VOCABULARY = 768
 
 
-def segment(rng: np.random.Generator, ordinal: int, turns: int) -> Segment:
-    """An execution segment of turns (3 sampled, 9 observed tokens), or a summary of 9 tokens after 5 of instruction."""
+def segment(rng: np.random.Generator, ordinal: int, turns: int, scale: int) -> Segment:
+    """An execution segment of turns (3 sampled, 9 observed tokens), or a summary of 9 tokens after 5 of instruction;
+    all `scale` times as long."""
     summary = ordinal % 2 == 1
     mask = [True] * 9 if summary else ([True] * 3 + [False] * 9) * turns
-    optimized = np.array(mask, dtype=bool)
+    optimized = np.repeat(np.array(mask, dtype=bool), scale)
     n = len(optimized)
-    context = 5 if summary else int(rng.integers(12, 50))
+    context = scale * (5 if summary else int(rng.integers(12, 50)))
     return Segment(
         "summary" if summary else "execution",
         ordinal,
@@ -50,27 +55,15 @@ def segment(rng: np.random.Generator, ordinal: int, turns: int) -> Segment:
     )
 
 
-def rollout(rng: np.random.Generator, name: str) -> Rollout:
+def rollout(rng: np.random.Generator, name: str, scale: int = 1) -> Rollout:
     compactions = int(rng.integers(0, 5))
-    segments = tuple(segment(rng, i, int(rng.integers(3, 7))) for i in range(2 * compactions + 1))
+    segments = tuple(segment(rng, i, int(rng.integers(3, 7)), scale) for i in range(2 * compactions + 1))
     return Rollout(name, name, 0, AgentSettings(), segments, Outcome(float(rng.integers(0, 2)), "finished"))
 
 
 def checkpoint(folder: Path) -> Path:
-    """Two layers of width 64, two heads of 32: the embedded model's sizes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    """The embedded model's sizes."""
+    return llama_checkpoint(folder, vocabulary=VOCABULARY, width=64, layers=2, heads=2, feed_forward=160)
 
 
 def update(trainer: Trainer, rows: list[Row], rollouts: list[Rollout]) -> tuple[np.ndarray, dict[str, float]]:
@@ -85,9 +78,7 @@ def update(trainer: Trainer, rows: list[Row], rollouts: list[Rollout]) -> tuple[
     return np.concatenate([a for segments in advantages for a in segments]), metrics
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(description="The update, shared rows against separate rows.").parse_args(argv)
-    torch.set_num_threads(1)
+def compare_layouts() -> bool:
     rng = np.random.default_rng(0)
     rollouts = [rollout(rng, f"r{i}") for i in range(64)]
     layouts = {
@@ -105,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             first[name] = update(trainers[name], rows, rollouts)
         for _ in range(ROUNDS):
             for name, rows in layouts.items():
-                began = now()
-                update(trainers[name], rows, rollouts)
-                seconds[name].append(now() - began)
+                seconds[name].append(timed(partial(update, trainers[name], rows, rollouts)))
         with model_meter(trainers["shared rows"]) as meter:
             began = now()
             update(trainers["shared rows"], layouts["shared rows"], rollouts)
@@ -117,12 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(rollouts)} rollouts, {optimized} optimized tokens; values + 2 critic updates + 1 policy update")
     print(f"{'':15}{'rows':>8}{'forward tokens':>16}{'wall s':>9}{'CPU s':>9}{'optimized tokens/s of CPU':>28}")
     for name, rows in layouts.items():
-        wall, cpu = (statistics.median(getattr(s, clock) for s in seconds[name]) for clock in ("wall", "cpu"))
+        middle = median(seconds[name])
         tokens = sum(len(row.token_ids) for row in rows)
-        print(f"{name:15}{len(rows):>8}{tokens:>16}{wall:>9.3f}{cpu:>9.3f}{optimized / cpu:>28.0f}")
+        print(
+            f"{name:15}{len(rows):>8}{tokens:>16}{middle.wall:>9.3f}{middle.cpu:>9.3f}{optimized / middle.cpu:>28.0f}"
+        )
     shares = ", ".join(f"{part} {meter.spent[part].cpu / whole.cpu:.0%}" for part in MODEL)
     print(f"share of the update's CPU time inside the model: {total(meter.spent).cpu / whole.cpu:.0%} ({shares})")
-    return 0 if same(*first.values()) else 1
+    return same(*first.values())
 
 
 def same(a: tuple[np.ndarray, dict[str, float]], b: tuple[np.ndarray, dict[str, float]]) -> bool:
@@ -134,6 +125,24 @@ def same(a: tuple[np.ndarray, dict[str, float]], b: tuple[np.ndarray, dict[str, 
         + ("agree" if agree else "DISAGREE")
     )
     return agree
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The update: layouts of rows, and other trainers.")
+    parser.add_argument("--part", choices=("all", "layouts", "trainers"), default="all")
+    parser.add_argument("--trl", help="Python interpreter of an environment with TRL")
+    parser.add_argument("--modes", nargs="+", choices=TRL_MODES, default=TRL_MODES, help="TRL's, a process each")
+    parser.add_argument("--checkpoint", type=Path, help="model of the trainers, in its own dtype; default: a small one")
+    parser.add_argument("--rollouts", type=int, default=4, help="rollouts in one step of the trainers")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(conditions())
+    passed = arguments.part == "trainers" or compare_layouts()
+    if arguments.part != "layouts":
+        rng = np.random.default_rng(0)
+        rows = [row for i in range(arguments.rollouts) for row in rows_of(rollout(rng, f"r{i}", scale=2))]
+        passed &= compare_trainers(rows, arguments.checkpoint, arguments.trl, arguments.modes)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

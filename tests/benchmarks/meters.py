@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -15,6 +17,7 @@ from rl.trainer import Trainer
 
 MODEL = ("forward", "backward", "optimizer")
 """The parts that `model_meter` measures"""
+Reading = TypeVar("Reading")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,33 @@ class Seconds:
 def now() -> Seconds:
     """This process's clocks."""
     return Seconds(time.perf_counter(), time.process_time())
+
+
+def timed(work: Callable[[], object]) -> Seconds:
+    began = now()
+    work()
+    return now() - began
+
+
+def median(readings: Sequence[Seconds]) -> Seconds:
+    return Seconds(statistics.median(s.wall for s in readings), statistics.median(s.cpu for s in readings))
+
+
+def alternating(sides: Mapping[str, Callable[[], Reading]], rounds: int) -> dict[str, list[Reading]]:
+    """What each side reads; they take turns, and every other round goes backwards."""
+    taken: dict[str, list[Reading]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in sides if number % 2 == 0 else reversed(list(sides)):
+            taken[name].append(sides[name]())
+    return taken
+
+
+def conditions() -> str:
+    """What a single benchmark ran under."""
+    return (
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} thread(s), torch {torch.__version__}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
 
 
 def total(parts: dict[str, Seconds]) -> Seconds:
