@@ -53,8 +53,7 @@ def _check_scaffold(trajectory: Trajectory, agent: AgentSettings) -> None:
         raise NotUsable(f"the student's scaffold is {agent.scaffold}", f"made with {trajectory.scaffold}")
     if not trajectory.turns:
         raise NotUsable("it holds no turn")
-    scaffold = load_scaffold(agent.scaffold)
-    if not any(turn.calls or scaffold.parse(turn.action, "stop").kind == "command" for turn in trajectory.turns):
+    if not any(turn.calls or _parsed(turn.action, agent).kind == "command" for turn in trajectory.turns):
         raise NotUsable(f"none of its replies is a command of scaffold {agent.scaffold}")
 
 
@@ -137,23 +136,24 @@ class _Replay:
         if turn.answers == (load_scaffold(self.agent.scaffold).parse(turn.action, "length").text,):
             cut = _sampled(self.renderer.encode(turn.action), "length")
             return Exchange(turn.action, cut, Action("malformed", turn.answers[0]), self.renderer)
-        reply, action = turn.action, self._parsed(turn.action)
+        reply, action = turn.action, _parsed(turn.action, self.agent)
         if turn.calls and not action.calls:  # an endpoint gave them beside the text; the student writes them into it
             reply = "\n".join(filter(None, [turn.action, *map(_written, turn.calls)]))
-            action = self._parsed(reply)
+            action = _parsed(reply, self.agent)
         if [call.commands for call in action.calls] != [call.commands for call in turn.calls]:
             raise NotUsable("its function calls cannot be written as the student's", turn.action[:80])
         return Exchange(reply, _sampled([*self.renderer.encode(reply), self.end], "stop"), action, self.renderer)
-
-    def _parsed(self, reply: str) -> Action:
-        """As the scaffold reads it; what it asks back in between is in the recorded answers already."""
-        _, said = split_thinking(reply)
-        return load_scaffold(self.agent.scaffold).parse(said, "stop")
 
     def _fits(self, tokens: int) -> None:
         window = self.agent.compaction.window
         if tokens > window:
             raise NotUsable(f"it does not fit the student's window of {window:,} tokens", f"{tokens:,} tokens")
+
+
+def _parsed(reply: str, agent: AgentSettings) -> Action:
+    """As the scaffold reads it; what it asks back in between is in the recorded answers already."""
+    _, said = split_thinking(reply)
+    return load_scaffold(agent.scaffold).parse(said, "stop")
 
 
 def _written(call: CallRecord) -> str:

@@ -45,12 +45,8 @@ class Plan:
 
     def collect(self) -> StageSpec | None:
         """One for all seeds."""
-        e = self.experiment
-        return (
-            None
-            if e.collect is None or self.collect_job is None
-            else collect.spec(self.collect_job, e.collect.min_reward)
-        )
+        asked, job = self.experiment.collect, self.collect_job
+        return None if asked is None or job is None else collect.spec(job, asked.min_reward)
 
     def sft(self, seed: int) -> StageSpec:
         e = self.experiment

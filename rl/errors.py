@@ -32,15 +32,11 @@ class CheckpointNotFound(TrainingError):
 
 
 class MissingPackage(TrainingError):
-    """Something was asked for that needs a package of an extra."""
+    """Something was asked for that needs a package which is not installed, or not in that version."""
 
 
 class UnsupportedModel(ValueError):
     """A model that this engine or trainer would not compute right; the message says why and what to use instead."""
-
-
-class EngineNotInstalled(TrainingError):
-    """The engine that was asked for is not installed, or in another version than its weight updates are made for."""
 
 
 class NotEnoughGpus(TrainingError):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import CheckpointNotFound, MissingPackage, UnsupportedModel
+from rl.settings import SampledBy
 
 
 def local_model(name: str) -> Path | None:
@@ -50,18 +51,21 @@ def find_model(name: str) -> Path:
         ) from error
 
 
-def check_trainable(folder: Path, longest: int, *, torch_engine: bool = True) -> None:
-    """Whether the trainer, and the torch engine where it samples, can take this model, with windows of up to `longest`.
+def check_trainable(folder: Path, longest: int, engine: SampledBy = "torch") -> None:
+    """Whether the trainer and the engine can take this model, with windows of up to `longest` tokens.
 
     Raises UnsupportedModel with the reason.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     from rl.engines.direct_forward import check_supported
+    from rl.engines.weight_sync import CheckpointWeights
 
     config: Any = AutoConfig.from_pretrained(folder)
-    if torch_engine:
+    if engine == "torch":
         check_supported(config)
+    else:
+        CheckpointWeights(folder)
     text = config.get_text_config()
     entries = len(AutoTokenizer.from_pretrained(folder))
     if entries > text.vocab_size:

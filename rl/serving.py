@@ -69,7 +69,7 @@ class VllmServing:
         return self.settings.tensor_parallel * self.settings.gpu_share
 
     def load(self) -> tuple[ServedEngine, Renderer]:
-        """Raises EngineNotInstalled, and EngineError where vLLM does not serve the model."""
+        """Raises MissingPackage, and EngineError where vLLM does not serve the model."""
         renderer = load_renderer(self.checkpoint)
         if self.server is not None:
             from rl.engines.vllm_server import VllmServer

@@ -54,7 +54,7 @@ class WeightSender:
     def __init__(self, backend: str, weights: Weights, ranks: int) -> None:
         """`weights`: the policy's tensors where they are, by the names of its checkpoint; `ranks`: GPUs per replica.
 
-        Raises EngineNotInstalled.
+        Raises MissingPackage.
         """
         require_vllm()
         self._backend, self._weights, self._ranks = backend, weights, ranks
@@ -86,13 +86,12 @@ class WeightSender:
         meeting: dict[str, Any] = {}
         if self._backend == "nccl":
             ranks = 1 + len(client.actors) * self._ranks
-            meeting = {"master_address": own_address(), "master_port": free_port(), "world_size": ranks}
+            meeting = {
+                "master_address": str(ray.util.get_node_ip_address()),
+                "master_port": free_port(),
+                "world_size": ranks,
+            }
         return WeightTransferTrainerFactory.trainer_init(kind(rank=0, **meeting), client=client, source=Policy())
-
-
-def own_address() -> str:
-    """Where other machines of the cluster reach this one."""
-    return str(ray.util.get_node_ip_address())
 
 
 def free_port() -> int:

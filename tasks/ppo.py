@@ -72,7 +72,7 @@ class LoopSettings(Settings):
         description="seconds of a rollout beyond its task's own deadline; then it counts as an infrastructure failure",
     )
     checkpoint_every: int = Field(10, ge=1, description="steps between checkpoints")
-    trainer_gpus: float = Field(0.5, ge=0, description="GPUs that the trainer claims from Ray, where there are any")
+    trainer_gpus: float = Field(0.5, gt=0, description="GPUs that the trainer claims from Ray, where there are any")
     vllm: VllmSettings = VllmSettings()
 
     @field_validator("trainer_gpus")

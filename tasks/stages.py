@@ -21,7 +21,6 @@ from evaluation.job import JobBusy, JobChanged
 from rl.errors import (
     CheckpointError,
     CheckpointNotFound,
-    EngineNotInstalled,
     MissingPackage,
     NotEnoughGpus,
     NoUsableRollouts,
@@ -46,7 +45,6 @@ EXPECTED: dict[type[Exception], tuple[type[CommandError], str]] = {
     CheckpointError: (CommandError, ""),
     CheckpointNotFound: (UserError, ""),
     UnsupportedModel: (UserError, ""),
-    EngineNotInstalled: (UserError, ""),
     NotEnoughGpus: (UserError, ""),
     MissingPackage: (UserError, ""),
     TemplateNotSupported: (UserError, "The model cannot be trained turn by turn with this chat template"),

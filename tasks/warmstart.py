@@ -2,62 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from compaction.agent import run_rollout
 from compaction.files import write_durably
 from compaction.pairing import Pairing, pairing_of, read_pairing, write_pairing
-from compaction.protocols import Renderer
 from compaction.rollout import Rollout
-from compaction.scaffolds import load_scaffold
 from compaction.settings import AgentSettings, Settings
 from compaction.summaries import load_prompt_pack
-from evaluation.tasksets.trail import TrailSettings, trail_tasks
-from evaluation.tasksets.trail_expert import ExpertSettings, TrailExpert, world_text
+from evaluation.tasksets.trail import TrailSettings
+from evaluation.tasksets.trail_expert import ExpertSettings
 from rl.errors import UnsupportedModel, WorkerLost
 from rl.rows import rows_of
 from rl.settings import SampledBy, SFTSettings, TinySettings
 from tasks.caching import StageSpec, describe_files
 from tasks.cluster import Cluster
+from tasks.expert_data import ExpertData, corpus, expert_rollouts
 from tasks.provenance import trained_stage
 from tasks.sft_data import Selection, TrajectoryData, select
 from tasks.stages import Body, StageRun
 
 STEPS_PER_REPORT = 20
-
-
-class ExpertData(Settings):
-    """The expert rollouts that one SFT stage reads: each draws its window, cap and keep_recent from these."""
-
-    rollouts: int = Field(ge=1, description="expert rollouts of this stage")
-    world: dict[str, int | float] = Field({}, description="what these rollouts change in the world, by setting")
-    follow_flip: float | None = Field(
-        None, ge=0, le=1, description="chance that the expert follows a flip; null = the expert's own"
-    )
-    windows: tuple[int, ...] = Field(min_length=1, description="windows to draw from")
-    caps: tuple[int, ...] = Field(min_length=1, description="caps to draw from")
-    keep_recents: tuple[int, ...] = Field(min_length=1, description="keep_recent values to draw from")
-
-    def described(self) -> str:
-        return f"{self.rollouts:,} expert rollouts on the trail world"
-
-    @field_validator("world")
-    @classmethod
-    def _are_settings_of_the_world(cls, world: dict[str, int | float]) -> dict[str, int | float]:
-        if unknown := sorted(set(world) - set(TrailSettings.model_fields)):
-            raise ValueError(
-                f"unknown keys {', '.join(unknown)}; allowed: {', '.join(sorted(TrailSettings.model_fields))}"
-            )
-        return world
 
 
 def _kind(entry: Any) -> str:
@@ -137,6 +108,7 @@ SOURCES = (
     "rl/settings.py",
     "rl/sft.py",
     "rl/tiny.py",
+    "tasks/expert_data.py",
     "tasks/sft_data.py",
     "tasks/warmstart.py",
 )
@@ -159,7 +131,7 @@ def spec(
         label=f"seed {seed}",
         settings={
             "warmstart": settings.model_dump(mode="json", exclude={"checkpoint_every", "model", "data"})
-            | {"data": [_identity(data) for data in settings.data]},
+            | {"data": [data.identity() for data in settings.data]},
             "model": model_identity(settings.model),
             "world": world.model_dump(mode="json"),
             "agent": agent.model_dump(mode="json"),
@@ -169,10 +141,6 @@ def spec(
         parents={} if collected is None else {"trajectories": collected.digest},
         packages=SOURCES,
     )
-
-
-def _identity(data: ExpertData | TrajectoryData) -> dict[str, Any]:
-    return data.identity() if isinstance(data, TrajectoryData) else data.model_dump(mode="json")
 
 
 @cache
@@ -337,16 +305,12 @@ def _start(
         from rl.tiny import make_tiny_checkpoint
 
         tiny = settings.tiny.model_copy(update={"seed": seed})
-        return make_tiny_checkpoint(folder / "initial", corpus(settings, world, agent), tiny)
+        return make_tiny_checkpoint(folder / "initial", corpus(settings.corpus_tasks, world, agent), tiny)
     from rl.pretrained import check_trainable, find_model
 
     found = find_model(settings.model)
     longest = max(agent.compaction.window, settings.longest_window)
-    check_trainable(found, longest, torch_engine=engine == "torch")
-    if engine == "vllm":
-        from rl.engines.weight_sync import CheckpointWeights
-
-        CheckpointWeights(found)
+    check_trainable(found, longest, engine)
     return found
 
 
@@ -378,46 +342,3 @@ def _resume(root: Path, policy: Any, optimizer: Any) -> int:
     load_learned_weights(policy, state["policy"])
     optimizer.restore(state["optimizer"])
     return step
-
-
-def corpus(settings: WarmstartSettings, world: TrailSettings, agent: AgentSettings) -> Iterator[str]:
-    """Text that trains the tokenizer: the world's, and the prompt pack's, so that its words are single tokens too."""
-    pack = load_prompt_pack(agent.compaction.prompt_pack)
-    system = pack.system_prompt(load_scaffold(agent.scaffold))
-    yield from [system, pack.summary_instruction] * settings.corpus_tasks
-    yield from world_text(world, seed=0, n=settings.corpus_tasks)
-
-
-def expert_rollouts(
-    data: ExpertData,
-    expert_settings: ExpertSettings,
-    world: TrailSettings,
-    agent: AgentSettings,
-    renderer: Renderer,
-    seed: int,
-    stage: int = 0,
-) -> list[Rollout]:
-    """The scripted expert on training tasks, through the same agent loop as the policy's rollouts."""
-    world = TrailSettings.model_validate(world.model_dump() | data.world)
-    if data.follow_flip is not None:
-        expert_settings = expert_settings.model_copy(update={"follow_flip": data.follow_flip})
-    tasks = trail_tasks(world, "train", data.rollouts, seed=1_000_000 + 1_000 * seed + stage)
-    expert = TrailExpert(world, renderer, expert_settings.model_copy(update={"seed": seed}))
-    rng = random.Random(f"expert/{seed}/{stage}")
-
-    async def all_rollouts() -> list[Rollout]:
-        out = []
-        for i, task in enumerate(tasks):
-            compaction = agent.compaction.model_copy(
-                update={
-                    "window": rng.choice(data.windows),
-                    "cap": rng.choice(data.caps),
-                    "keep_recent": rng.choice(data.keep_recents),
-                }
-            )
-            settings = agent.model_copy(update={"compaction": compaction, "mode": "training"})
-            rollout_id = f"expert-{stage}-{i:06d}"
-            out.append(await run_rollout(task, expert, renderer, settings, seed=i, rollout_id=rollout_id))
-        return out
-
-    return asyncio.run(all_rollouts())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -65,27 +64,6 @@ def check_request(request: GenerateRequest, max_length: int, vocabulary: int) ->
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= vocabulary:
         raise EngineError(f"prompt ids reach from {low} to {high}, the vocabulary from 0 to {vocabulary - 1}")
-
-
-class PrefixSalts:
-    """Keeps vLLM's kept prefixes apart: by the weights that computed them, and by the rollout that they belong to.
-
-    A rollout that was released and comes again is another one: it finds nothing of the first.
-    """
-
-    def __init__(self, owner: str = "") -> None:
-        """`owner`: tells those who use the same server apart."""
-        self._owner = owner
-        self._numbers: dict[str, int] = {}
-        self._next = count()
-
-    def of(self, version: int, rollout_id: str) -> str:
-        if rollout_id not in self._numbers:
-            self._numbers[rollout_id] = next(self._next)
-        return f"{self._owner}{version}-{self._numbers[rollout_id]}"
-
-    def forget(self, rollout_id: str) -> None:
-        self._numbers.pop(rollout_id, None)
 
 
 def end_tokens(*configs: Any) -> tuple[int, ...]:

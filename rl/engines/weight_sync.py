@@ -86,30 +86,39 @@ class CheckpointWeights:
         return {name: tensor for file in self._files for name, tensor in load_file(file).items()}
 
 
-class ReloadSync:
-    """Into a vLLM of this process, through its executor: on CPU and GPU, on every rank of a tensor-parallel one."""
+class WeightUpdates:
+    """Whole updates over one way in: all of the weights, or the old ones again."""
 
-    def __init__(self, engine: Any, checkpoint: CheckpointWeights) -> None:
-        self._engine, self._checkpoint = engine, checkpoint
+    def __init__(self, sync: WeightSync, checkpoint: CheckpointWeights) -> None:
+        self._sync, self._checkpoint = sync, checkpoint
         self._serving: Mapping[str, Tensor] | None = None
         """The weights last taken: those of the checkpoint as long as there are none"""
 
     def load(self, state_dict: Mapping[str, Tensor], version: int) -> None:
-        """One whole update. Raises EngineError, and the old weights keep serving."""
+        """Raises EngineError for weights that do not fit or are not taken; the old ones keep serving. A vLLM that does
+        not take even those back samples no more."""
         weights = self._checkpoint.checked(state_dict)
-        self.start_weight_update()
+        self._sync.start_weight_update()
         try:
-            self.update_weights({"state_dict": weights})
+            self._sync.update_weights({"state_dict": weights})
         except Exception as error:
-            # What vLLM had taken so far is of no use: the old weights again, whole.
+            # What had arrived so far is of no use: the old weights again, whole.
             old = self._checkpoint.read() if self._serving is None else self._serving
-            self.update_weights({"state_dict": self._checkpoint.checked(old)})
+            self._sync.update_weights({"state_dict": self._checkpoint.checked(old)})
+            self._sync.finish_weight_update()
             raise EngineError(
                 f"vLLM did not take the weights of version {version} ({type(error).__name__}: {error}); the old ones "
                 "keep serving"
             ) from error
         self._serving = state_dict
-        self.finish_weight_update(str(version))
+        self._sync.finish_weight_update(str(version))
+
+
+class ReloadSync:
+    """Into a vLLM of this process, through its executor: on CPU and GPU, on every rank of a tensor-parallel one."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Nothing to open."""
@@ -152,12 +161,11 @@ class TransferSync:
 class HttpSync:
     """Into a vLLM server, which reads the weights from a folder that it sees too."""
 
-    def __init__(self, address: str, source: Path, shared: str | None, checkpoint: CheckpointWeights) -> None:
-        self._address, self._source, self._shared, self._checkpoint = address, source, shared, checkpoint
+    def __init__(self, address: str, checkpoint: Path, shared: str | None) -> None:
+        """`shared`: the folder that both see; None: this machine's temporary ones."""
+        self._address, self._config, self._shared = address, checkpoint / "config.json", shared
         self._client = httpx.Client(timeout=UPDATE_SECONDS)
         self._owner = uuid4().hex
-        self._serving: Mapping[str, Tensor] | None = None
-        """The weights last taken: those of the checkpoint as long as there are none"""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Finds out whether the server is one that can be trained with. Raises EngineError."""
@@ -169,7 +177,6 @@ class HttpSync:
             raise EngineError(
                 f"the server takes {longest} tokens, the window needs {init_info['max_length']}: --max-model-len"
             )
-        self.load(self._checkpoint.read(), 0)  # whatever it was started with, or trained with before
 
     def version(self, name: str) -> int:
         """The version behind the server's name for it. Raises EngineError where the weights are somebody else's."""
@@ -178,28 +185,13 @@ class HttpSync:
             raise EngineError(f"another run has put its weights on the vLLM server {self._address}; give each its own")
         return int(version)
 
-    def load(self, state_dict: Mapping[str, Tensor], version: int) -> None:
-        """One whole update. Raises EngineError, and the old weights serve again; a server that does not take even those
-        back stays paused."""
-        weights = self._checkpoint.checked(state_dict)
-        self.start_weight_update()
-        try:
-            self.update_weights({"state_dict": weights})
-        except EngineError:
-            old = self._checkpoint.read() if self._serving is None else self._serving
-            self.update_weights({"state_dict": self._checkpoint.checked(old)})
-            self.finish_weight_update()
-            raise
-        self._serving = state_dict
-        self.finish_weight_update(str(version))
-
     def start_weight_update(self) -> None:
         self._call("POST", "/pause?mode=keep")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="compactionrl-weights-", dir=self._shared))
         folder.chmod(0o755)  # the server may run as somebody else
-        shutil.copyfile(self._source / "config.json", folder / "config.json")
+        shutil.copyfile(self._config, folder / "config.json")
         save_file(
             {n: t.contiguous().clone() for n, t in update_info["state_dict"].items()}, folder / "model.safetensors"
         )
@@ -211,11 +203,11 @@ class HttpSync:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         if weight_version is not None:
-            self._name(weight_version)
+            self._call("POST", "/update_weight_version", {"new_version": f"{self._owner}-{weight_version}"})
         self._call("POST", "/resume")
 
-    def _name(self, version: str) -> None:
-        self._call("POST", "/update_weight_version", {"new_version": f"{self._owner}-{version}"})
+    def close(self) -> None:
+        self._client.close()
 
     def _call(self, method: str, path: str, body: Any = None) -> httpx.Response:
         try:

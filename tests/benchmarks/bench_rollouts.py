@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig
 
 from rl.engines.torch_engine import TorchEngine
-from rl.errors import EngineNotInstalled
+from rl.errors import MissingPackage
 from rl.models import load_policy
 from rl.settings import VllmSettings
 from tests.benchmarks.bench_engine import Script, play_with_engine, play_with_generate, scripts, turn_batches
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             vllm = VllmEngine(folder / "model", VllmSettings(), slots=arguments.rollouts, max_length=longest)
             play_with_engine(vllm, workload[:1])
             sides["vLLM"] = with_engine(vllm, workload)
-        except EngineNotInstalled as missing:
+        except MissingPackage as missing:
             print(f"without vLLM: {missing}")
         replays = alternating(sides, arguments.rounds)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, {str(model.dtype)[6:]}")

@@ -46,7 +46,7 @@ def test_another_architecture_is_refused_with_those_that_work(small_checkpoint: 
         check_trainable(
             changed(small_checkpoint, tmp_path / "m", model_type="gpt2", architectures=["GPT2LMHeadModel"]), 64
         )
-    check_trainable(tmp_path / "m", 64, torch_engine=False)
+    check_trainable(small_checkpoint, 64, "vllm")
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(small_checkpoint: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from rl.sft import sft_weights
 from tasks import warmstart
 from tasks.caching import StageSpec
 from tasks.errors import UserError
+from tasks.expert_data import ExpertData, corpus, expert_rollouts
 from tasks.sft_data import TrajectoryData, select
-from tasks.warmstart import ExpertData, expert_rollouts
 from tests.tasks.test_warmstart import AGENT, SETTINGS, STEPS
 
 WORLD = TrailSettings(min_length=7, max_length=12, max_facts=5)
@@ -36,7 +36,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplateRenderer:
     from rl.tiny import make_tiny_checkpoint
 
     folder = tmp_path_factory.mktemp("tiny")
-    return load_renderer(make_tiny_checkpoint(folder, warmstart.corpus(SETTINGS, WORLD, AGENT), SETTINGS.tiny))
+    return load_renderer(make_tiny_checkpoint(folder, corpus(SETTINGS.corpus_tasks, WORLD, AGENT), SETTINGS.tiny))
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from rl.models import load_policy
 from rl.settings import LoraSettings, SFTSettings, SFTStage, TinySettings
 from tasks import warmstart
 from tasks.cluster import Cluster
+from tasks.expert_data import ExpertData, corpus, expert_rollouts
 from tasks.stages import StageRun
-from tasks.warmstart import STEPS_PER_REPORT, ExpertData, WarmstartSettings, expert_rollouts
+from tasks.warmstart import STEPS_PER_REPORT, WarmstartSettings
 from tests.rl.small import WORLD
 from tests.tasks.small_stages import Recording
 
@@ -84,7 +85,7 @@ def test_killed_in_the_middle_it_goes_on_from_its_checkpoint_to_the_same_bits(
 def test_the_expert_runs_under_the_settings_drawn_for_it(tmp_path: Path) -> None:
     from rl.tiny import make_tiny_checkpoint
 
-    start = make_tiny_checkpoint(tmp_path, warmstart.corpus(SETTINGS, WORLD, AGENT), SETTINGS.tiny)
+    start = make_tiny_checkpoint(tmp_path, corpus(SETTINGS.corpus_tasks, WORLD, AGENT), SETTINGS.tiny)
     rollouts = expert_rollouts(DATA, SETTINGS.expert, WORLD, AGENT, load_renderer(start), seed=0)
     assert len({r.task_id for r in rollouts}) == 6
     assert {r.settings.mode for r in rollouts} == {"training"}

@@ -17,6 +17,8 @@ from compaction.protocols import Completion, GenerateRequest
 
 VOCABULARY = 120
 TOLERANCE = 1e-5
+END = 11
+"""The end token of the models that vLLM serves"""
 
 
 def sizes(**more):

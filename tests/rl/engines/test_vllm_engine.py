@@ -12,27 +12,14 @@ import pytest
 import torch
 
 from compaction.protocols import ContextLengthError, EngineError
+from rl.engines.weight_sync import ReloadSync
 from rl.settings import VllmSettings
-from tests.rl.engines.served import VOCABULARY, build, full_logprobs, play, prompts, request, run
+from tests.rl.engines.served import END, VOCABULARY, build, full_logprobs, play, prompts, request, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
 TOLERANCE = 1e-4
 HEAD = "lm_head.weight"
-END = 11
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[int, Any]:
-    """The served model's weights by version; its embeddings are tied."""
-    return {seed: build("llama", eos=END, seed=seed) for seed in range(3)}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(models: dict[int, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    models[0].save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +149,8 @@ def test_trap_1_plain_loading_does_not_work_once_the_model_has_served(engine: An
 def test_trap_2_without_the_tied_head_under_its_own_name_the_old_head_serves(engine: Any, models: Any) -> None:
     """What CheckpointWeights.checked is there for: vLLM itself says nothing."""
     state = {name: tensor for name, tensor in models[1].state_dict().items() if name != HEAD}
-    engine._sync.start_weight_update()
-    engine._sync.update_weights({"state_dict": state})
+    engine._updates._sync.start_weight_update()
+    engine._updates._sync.update_weights({"state_dict": state})
     completion = run(engine.generate(request("stale", [1, 2, 3], n=8)))
     assert not sampled_exactly(models[1], [1, 2, 3], completion)
 
@@ -203,10 +190,10 @@ def test_an_update_that_fails_halfway_leaves_the_old_weights_serving(engine: Any
         def __getattr__(self, name: str) -> Any:
             return getattr(self.whole, name)
 
-    sync = copy.copy(engine._sync)
-    sync._engine = Halfway(engine._engine)
+    updates = copy.copy(engine._updates)
+    updates._sync = ReloadSync(Halfway(engine._engine))
     with pytest.raises(EngineError, match=r"did not take the weights of version 5 .*the line broke.* the old ones"):
-        sync.load(models[1].state_dict(), 5)
+        updates.load(models[1].state_dict(), 5)
     assert sampled_exactly(models[0], [1, 2, 3], run(engine.generate(request("old", [1, 2, 3], n=8))))
 
 

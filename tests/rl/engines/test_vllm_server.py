@@ -19,24 +19,12 @@ import pytest
 from compaction.protocols import EngineError
 from rl.engines.vllm_server import VllmServer, completion_of
 from rl.settings import VllmSettings
-from tests.rl.engines.served import build, full_logprobs, prompts, request, run
+from tests.rl.engines.served import full_logprobs, prompts, request, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 TOLERANCE = 1e-4
 START_SECONDS = 300.0
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[int, Any]:
-    return {seed: build("llama", eos=11, seed=seed) for seed in range(2)}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(models: dict[int, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    models[0].save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +95,25 @@ def test_replies_are_exact_and_bear_the_version_that_sampled_them(engine: Any, m
 def test_an_update_in_mid_reply_is_stamped_where_it_fell(engine: Any, models: Any) -> None:
     prompt = [3, 4, 5, 6]
 
-    async def swapped() -> list[Any]:
+    async def swapped(after: float) -> list[Any]:
+        engine.load_weights(models[0].state_dict(), 0)
         calls = [asyncio.create_task(engine.generate(request(f"s{i}", prompt, n=100, seed=i))) for i in range(4)]
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(after)
         await asyncio.to_thread(engine.load_weights, models[1].state_dict(), 1)
-        completions = await asyncio.gather(*calls)
+        return list(await asyncio.gather(*calls))
+
+    async def until_one_is_mixed() -> list[Any]:
+        """When replies are under way is the machine's business: waits of several lengths find it."""
+        for after in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):
+            completions = await swapped(after)
+            if any(set(completion.versions) == {0, 1} for completion in completions):
+                break
+        else:
+            raise AssertionError("no update fell into a reply")
         await engine.aclose()
         return completions
 
-    completions = run(swapped())
-    assert any(set(completion.versions) == {0, 1} for completion in completions), "the swap fell between replies"
-    for completion in completions:
+    for completion in run(until_one_is_mixed()):
         assert sorted(completion.versions) == list(completion.versions)
         for version in set(completion.versions):
             at = completion.versions == version

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from compaction.protocols import EngineError
-from rl.engines.weight_sync import CheckpointWeights, ReloadSync
+from rl.engines.weight_sync import CheckpointWeights, ReloadSync, WeightUpdates
 from rl.errors import UnsupportedModel
 from tests.rl.engines.served import build
 
@@ -30,7 +30,7 @@ def test_untied_heads_are_asked_for_by_name(tmp_path: Path) -> None:
     weights = CheckpointWeights(tmp_path)
     state = {name: tensor for name, tensor in model.state_dict().items() if name != HEAD}
     with pytest.raises(EngineError, match="missing"):
-        ReloadSync(SimpleNamespace(), weights).load(state, 1)
+        WeightUpdates(ReloadSync(SimpleNamespace()), weights).load(state, 1)
 
 
 def test_a_tied_head_goes_along_under_its_own_name_whatever_the_embedding_is_called(tmp_path: Path) -> None:
