@@ -142,7 +142,15 @@ class _Replay:
             action = _parsed(reply, self.agent)
         if [call.commands for call in action.calls] != [call.commands for call in turn.calls]:
             raise NotUsable("its function calls cannot be written as the student's", turn.action[:80])
-        return Exchange(reply, _sampled([*self.renderer.encode(reply), self.end], "stop"), action, self.renderer)
+        sampled = _sampled([*self.renderer.encode(reply), self._end_of(action)], "stop")
+        return Exchange(reply, sampled, action, self.renderer)
+
+    def _end_of(self, action: Action) -> int:
+        """What ends a reply: after calls that may be what opens their results (GLM)."""
+        if action.calls and self.renderer.takes_results:
+            opener = self.renderer.results([""])[0]
+            return opener if opener in self.renderer.end_ids else self.end
+        return self.end
 
     def _fits(self, tokens: int) -> None:
         window = self.agent.compaction.window

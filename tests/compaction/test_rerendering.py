@@ -10,8 +10,10 @@ import pytest
 
 from compaction.rendering import ChatTemplateRenderer
 from compaction.rerendering import rerendered
-from compaction.rollout import Outcome, Rollout
+from compaction.rollout import CallRecord, Outcome, Rollout
+from compaction.settings import AgentSettings, CompactionSettings
 from compaction.trajectory import NotUsable, Said, Summarized, Trajectory, trajectory_of
+from tests.compaction.families import FAMILIES
 from tests.compaction.parts import CHATML, make_tokenizer, play, replies, small_settings
 
 LONG = ["cat a", "", "cat b\ncat a", "cat b", *["cat a", "echo 42 > answer", "cat b"] * 4]
@@ -105,3 +107,20 @@ def test_a_rollout_without_its_texts_or_its_reward_is_none_to_learn_from(rendere
     ):
         with pytest.raises(NotUsable, match=reason):
             trajectory_of(replace(rollout, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("scaffold", ["bash-block", "tools"])
+def test_students_of_every_family_learn_to_end_their_replies_as_they_do(name: str, scaffold: str):
+    family = FAMILIES[name]
+    student = family.renderer().with_thinking(False)
+    call = CallRecord("c1", "execute_commands", {"commands": ["ls"]}, ("ls",), "a b")
+    turn = Said("", ("a b",), (call,)) if scaffold == "tools" else Said("```bash\nls\n```", ("a b",))
+    agent = AgentSettings(scaffold=scaffold, thinking=False, compaction=CompactionSettings(window=65_536))
+    trajectory = Trajectory("r", "t", ("look",), (turn, turn), reward=1.0)
+    (segment,) = rerendered(trajectory, student, agent).segments
+    last = np.flatnonzero(segment.optimized & ~np.append(segment.optimized[1:], False))
+    ends = student._tokenizer.convert_ids_to_tokens(segment.token_ids[last].tolist())
+    assert ends == [family.after_calls if scaffold == "tools" else family.after_text] * 2
+    following = segment.token_ids[last[last + 1 < len(segment.token_ids)] + 1]
+    assert not np.isin(following, segment.token_ids[last]).any(), "what opens the next message stands there twice"
