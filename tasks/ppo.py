@@ -79,7 +79,7 @@ class LoopSettings(Settings):
     @classmethod
     def _is_a_share_or_whole(cls, gpus: float) -> float:
         if gpus > 1 and gpus != int(gpus):
-            raise ValueError(f"{gpus} is allowed as a part of one GPU (0.5) or as whole ones (1, 2)")
+            raise ValueError("give a part of one GPU (0.5) or whole ones (1, 2)")
         return gpus
 
 
