@@ -23,7 +23,6 @@ from flows.cli_options import (
     SandboxChoice,
     Seeds,
     Variants,
-    overrides_of,
     text,
 )
 from flows.cli_sweep import sweep
@@ -115,17 +114,7 @@ def reproduce(
     }
     for tasks in ("dataset", "evaluation.dataset"):
         flags |= {f"{tasks}.path": text(dataset), f"{tasks}.sandbox.kind": env}
-    raise typer.Exit(
-        run_flow(
-            flow,
-            preset,
-            overrides or [],
-            flags=overrides_of(**flags),
-            force=force,
-            dry_run=dry_run,
-            json_output=json_output,
-        )
-    )
+    raise typer.Exit(run_flow(flow, preset, overrides, flags, force=force, dry_run=dry_run, json_output=json_output))
 
 
 app.command()(collect)

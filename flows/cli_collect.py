@@ -24,7 +24,6 @@ from flows.cli_options import (
     Repeats,
     SandboxChoice,
     option,
-    overrides_of,
     prices,
     text,
 )
@@ -109,15 +108,4 @@ def collect(
         "job.name": text(job),
         "job.max_cost": max_cost,
     }
-    raise typer.Exit(
-        run_flow(
-            flow,
-            preset,
-            overrides or [],
-            flags=overrides_of(**flags),
-            force=False,
-            dry_run=dry_run,
-            json_output=json_output,
-            show=show,
-        )
-    )
+    raise typer.Exit(run_flow(flow, preset, overrides, flags, dry_run=dry_run, json_output=json_output, show=show))

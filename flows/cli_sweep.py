@@ -31,7 +31,6 @@ from flows.cli_options import (
     Seeds,
     Variants,
     option,
-    overrides_of,
     prices,
     text,
 )
@@ -185,14 +184,7 @@ def sweep(
             "summary_endpoint.model": text(summary_model or model),
             **{f"summary_endpoint.{name}": value for name, value in endpoint.items()},
         }
+    chosen_preset = preset or ("endpoint" if served else "tiny")
     raise typer.Exit(
-        run_flow(
-            flow,
-            preset or ("endpoint" if chosen == "openai" else "tiny"),
-            overrides or [],
-            flags=overrides_of(**flags),
-            force=force,
-            dry_run=dry_run,
-            json_output=json_output,
-        )
+        run_flow(flow, chosen_preset, overrides, flags, force=force, dry_run=dry_run, json_output=json_output)
     )

@@ -104,31 +104,15 @@ async def sweep(
 
 
 @flow(flow_run_name=_run_name, persist_result=False)
-async def collect(
-    preset: str = "collect",
-    dataset: str = "",
-    env: SandboxKind = "docker",
-    base_url: str = "",
-    model: str = "",
-    overrides: tuple[str, ...] = (),
-    force: bool = False,
-) -> Any:
+async def collect(preset: str = "collect", overrides: tuple[str, ...] = (), force: bool = False) -> Any:
     """Let a stronger model solve real tasks, and keep what it solved to fine-tune on.
 
     Args:
         preset: Name of a preset or path of a YAML file; it may hold collect.
-        dataset: Real tasks: bench12, a folder of task folders, a list file, registry.json; none = the preset's.
-        env: Sandbox of the tasks: docker, or local (bubblewrap).
-        base_url: Address of an OpenAI-compatible endpoint; none = the preset's. Its key stays in the environment.
-        model: The model's name there.
         overrides: Settings to change, each as KEY=VALUE, for example collect.repeats=4.
         force: Write the file again from the trials that are there.
     """
-    tasks = {"collect.dataset.path": dataset, "collect.dataset.sandbox.kind": env if dataset else ""}
-    endpoint = {"collect.endpoint.base_url": base_url, "collect.endpoint.model": model}
-    texts = overrides_of(**{name: text(value) for name, value in (tasks | endpoint).items() if value})
-    request = Request("collect", preset, ("sft=null", *texts), overrides, force)
-    return await _run(request, collect_trajectories)
+    return await _run(Request("collect", preset, ("sft=null",), overrides, force), collect_trajectories)
 
 
 def flags_of(**values: tuple[Any, ...]) -> tuple[str, ...]:
@@ -187,7 +171,7 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
 def _parameters(prefect_flow: Flow[..., Any], e: Experiment) -> dict[str, Any]:
     """What the form of that flow would hold."""
     if prefect_flow is collect:
-        return {} if e.collect is None else _served(e.collect.dataset, e.collect.endpoint)
+        return {}
     policies = {"variants": e.variants, "seeds": e.seeds}
     if prefect_flow is not sweep:
         return policies

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from flows.cli_options import overrides_of
 from flows.services import Home
 from flows.standing import StandingRecord
 from tasks.caching import is_disk_full
@@ -49,23 +50,24 @@ class Terminated(SystemExit):
 def run_flow(
     flow: Callable[[Experiment, RunOptions], dict[str, Any]],
     preset: str,
-    overrides: Sequence[str],
+    overrides: Sequence[str] | None,
+    flags: Mapping[str, Any],
     *,
-    flags: Sequence[str] = (),
-    force: bool,
+    force: bool = False,
     dry_run: bool,
     json_output: bool,
     show: Callable[[Console, dict[str, Any], RunFolder], None] | None = None,
 ) -> int:
     """Run one flow and return the exit code.
 
-    `flags` are overrides that have an option of their own; `show` prints the result, if another way than usual.
+    `flags`: settings that have an option of their own, None where it was not given; `overrides`, which come behind
+    them, win. `show` prints the result, if another way than usual.
     """
     with guarded(json_output=json_output):
         from flows.options import RunOptions
         from tasks.progress import open_progress
 
-        request = Request(flow.__name__, preset, tuple(flags), tuple(overrides), force)
+        request = Request(flow.__name__, preset, tuple(overrides_of(**flags)), tuple(overrides or ()), force)
         experiment = request.experiment()
         home = Home.locate()
         if dry_run:

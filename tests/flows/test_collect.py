@@ -102,17 +102,12 @@ class Teacher(Bench):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
-    """With `up` on its home: the commands share its Prefect server."""
     root = tmp_path_factory.mktemp("teacher")
     renderer = load_renderer(make_student(root))
     with StubEndpoint(lambda call: counting(call, renderer)).serving() as endpoint:
         teacher = Teacher(root, endpoint)
-        up = teacher.start("up")
-        assert up.stdout is not None
-        assert any("Ctrl-C" in line for line in up.stdout), "up ended"
-        yield teacher
-        up.send_signal(signal.SIGINT)
-        up.communicate(timeout=60)
+        with teacher.serving():
+            yield teacher
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def flow(experiment, options):
     return {{"status": {status!r}, "stages": [], "results": []}}
 
 try:
-    sys.exit(run_flow(flow, "smoke", [], force=False, dry_run=False, json_output=True))
+    sys.exit(run_flow(flow, "smoke", [], {{}}, dry_run=False, json_output=True))
 except typer.Exit as ending:  # Typer does this for a command
     sys.exit(ending.exit_code)
 """

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ class Bench:
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """With `up` on its home: the commands share its Prefect server."""
+        up = self.start("up")
+        assert up.stdout is not None
+        assert any("Ctrl-C" in line for line in up.stdout), "up ended"
+        yield
+        up.send_signal(signal.SIGINT)
+        up.communicate(timeout=60)
+
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)
         out, err = process.communicate(timeout=TIMEOUT)
@@ -94,13 +105,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """With `up` on its home: the commands share its Prefect server."""
     with StubEndpoint(memory.act).serving() as endpoint:
         bench = Bench(tmp_path_factory.mktemp("bench"), endpoint)
-        up = bench.start("up")
-        assert up.stdout is not None
-        line = next((line for line in up.stdout if "Ctrl-C" in line), "")
-        assert line, "up ended"
-        yield bench
-        up.send_signal(signal.SIGINT)
-        up.communicate(timeout=60)
+        with bench.serving():
+            yield bench
 
 
 @pytest.fixture(scope="module")
