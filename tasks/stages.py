@@ -198,7 +198,7 @@ class StageRunner:
         unit: str,
         tags: Mapping[str, Any],
         params: Mapping[str, Any] | None,
-        slot: KeptSlot | None,
+        slot: KeptSlot | None = None,
     ) -> StageOutcome:
         async def produce(folder: Path) -> Produced:
             recording = (

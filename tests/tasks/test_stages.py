@@ -23,7 +23,7 @@ from tasks.caching import StageOutcome, StageSpec, StageStore
 from tasks.cluster import Cluster
 from tasks.errors import CommandError, UserError
 from tasks.progress import open_progress
-from tasks.stages import EXPECTED, StageRun, StageRunner, explained
+from tasks.stages import EXPECTED, KeptSlot, StageRun, StageRunner, explained
 from tasks.tracking import Tracker, client_for
 
 SPEC = StageSpec("ppo", "compactionrl seed 0", {"steps": 2, "ppo": {"lr": 0.1}})
@@ -168,6 +168,36 @@ def test_stages_beyond_the_slots_wait_and_reuse_waits_for_nobody(runner: StageRu
     assert events.index("reused True") < events.index("b ends")
     alone = [event for event in events if event != "reused True"]
     assert alone == ["a begins", "a ends", "b begins", "b ends"]
+
+
+def test_stages_of_one_engine_keep_its_slot_while_others_wait_for_what_the_engine_holds(runner: StageRunner) -> None:
+    """With a slot taken anew for each stage this would never end: the other has it, and waits for the engine."""
+    engine_is_free = asyncio.Event()
+
+    async def uses_the_engine(stage: StageRun) -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {}
+
+    async def needs_the_engine(stage: StageRun) -> dict[str, Any]:
+        await engine_is_free.wait()
+        return {}
+
+    async def both() -> None:
+        runner.slots = asyncio.Semaphore(1)
+        slot = KeptSlot(runner.slots)
+        first = asyncio.create_task(
+            runner._outcome(StageSpec("evaluate", "1", {}), uses_the_engine, 1, "trials", {}, None, slot)
+        )
+        await asyncio.sleep(0)
+        other = asyncio.create_task(runner._outcome(StageSpec("ppo", "o", {}), needs_the_engine, 1, "steps", {}, None))
+        await first
+        await runner._outcome(StageSpec("evaluate", "2", {}), uses_the_engine, 1, "trials", {}, None, slot)
+        slot.close()
+        engine_is_free.set()
+        await other
+        assert not runner.slots.locked()
+
+    asyncio.run(asyncio.wait_for(both(), 30))
 
 
 ENDINGS = [

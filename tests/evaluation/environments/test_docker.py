@@ -172,7 +172,7 @@ class TestDocker(SandboxContract):
 
     def test_a_container_that_memory_took_down_is_an_error_of_its_own(self) -> None:
         # Many small hogs, and the keep-alive as the kernel's first choice.
-        hogs = "for i in 1 2 3 4 5 6; do python3 -c 'x = b\"1\" * (8 << 20); import time; time.sleep(5)' & done; wait"
+        hogs = "for i in 1 2 3 4 5 6; do python3 -c 'x = b\"1\" * (8 << 20); import time; time.sleep(30)' & done; wait"
         first = "for p in /proc/[0-9]*; do grep -q sleep $p/comm && echo 1000 >$p/oom_score_adj; done"
         with pytest.raises(EnvironmentFailure, match="32 MiB") as raised:
             self.run(f"{first}; {hogs}", "true", sandbox=self.sandbox(memory_mb=32))
