@@ -1,7 +1,7 @@
 """ATIF trajectories, ours and other agents', as texts to learn from (the format: see atif.py).
 
 A compaction is known by our own mark. Other agents' trajectories are one window. Their structured tool calls become
-commands of the student's scaffold where that says the same, word for word; else the trajectory is left out.
+commands or calls of the student's scaffold where that says the same, word for word; else the trajectory is left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from compaction.rollout import CallRecord
 from compaction.scaffolds import Action, load_scaffold
+from compaction.scaffolds.tools import COMPLETE, EXECUTE, VERIFY
 from compaction.trajectory import NotUsable, Said, Summarized, Trajectory, ended
 
 SHELL_CALLS = frozenset({"bash", "bash_command", "execute_bash", "run_bash", "run_command", "sh", "shell"})
@@ -98,30 +100,77 @@ class _Steps:
             raise NotUsable("a message stands between its turns", text[:80])
 
     def _acted(self, step: dict[str, Any], *, last: bool) -> None:
-        if step.get("is_copied_context"):
-            if self.copied < len(self.turns):
-                raise NotUsable("turns copied from another trajectory stand in its middle")
-            self.copied += 1
-        results = (step.get("observation") or {}).get("results")
-        seen = None if results is None else ("\n".join(_text(result.get("content")) for result in results),)
-        self.turns.append(Said(self._action(step, last), seen))
+        copied = bool(step.get("is_copied_context"))
+        if copied and self.copied < len(self.turns):
+            raise NotUsable("turns copied from another trajectory stand in its middle")
+        self.turns += self._said(step, last)
+        if copied:
+            self.copied = len(self.turns)
 
-    def _action(self, step: dict[str, Any], last: bool) -> str:
-        message, calls = _text(step["message"]), step.get("tool_calls") or []
+    def _said(self, step: dict[str, Any], last: bool) -> list[Said]:
+        results = (step.get("observation") or {}).get("results")
+        message, commands = _text(step["message"]), self._commands(step, last)
+        if commands and load_scaffold(self._scaffold).tools:
+            return _called(message, commands, None if results is None else _by_call(step, results))
+        if len(commands) > 1:
+            raise NotUsable("a step holds several tool calls", f"{len(commands)} in step {step['step_id']}")
+        action = _written(message, commands[0], self._scaffold) if commands else message
+        return [Said(action, None if results is None else (_joined(results),))]
+
+    def _commands(self, step: dict[str, Any], last: bool) -> list[str | None]:
+        """What a step's structured calls run, None being the end of the work; empty for a step of words alone."""
         if not self._structured:
-            return message
-        if not calls:
-            return _written(message, None, self._scaffold) if last else message
-        if len(calls) > 1:
-            raise NotUsable("a step holds several tool calls", f"{len(calls)} in step {step['step_id']}")
-        name, arguments = str(calls[0]["function_name"]), dict(calls[0]["arguments"])
-        if last and name.lower() in FINISHING_CALLS:
-            return _written(message, None, self._scaffold)
-        command = arguments.pop("command", None)
-        if name.lower() not in SHELL_CALLS or not isinstance(command, str) or not arguments.keys() <= REMARKS:
-            given = ", ".join(sorted(dict(calls[0]["arguments"])))
-            raise NotUsable("a tool call is no shell command", f"{name}({given}) in step {step['step_id']}")
-        return _written(message, command, self._scaffold)
+            return []
+        calls = step.get("tool_calls") or []
+        return [_command(call, step["step_id"], last) for call in calls] or ([None] if last else [])
+
+
+def _command(call: dict[str, Any], step_id: Any, last: bool) -> str | None:
+    """The shell command of a call; None where it ends the work. Raises NotUsable for anything else."""
+    name, arguments = str(call["function_name"]), dict(call["arguments"])
+    if last and name.lower() in FINISHING_CALLS:
+        return None
+    command = arguments.get("command")
+    known = {"command"} | REMARKS
+    if name.lower() not in SHELL_CALLS or not isinstance(command, str) or not arguments.keys() <= known:
+        raise NotUsable("a tool call is no shell command", f"{name}({', '.join(sorted(arguments))}) in step {step_id}")
+    return command
+
+
+def _by_call(step: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
+    """One answer for each call of a step. Raises NotUsable where they cannot be told apart."""
+    calls = step.get("tool_calls") or []
+    if len(calls) <= 1:
+        return [_joined(results)]
+    ids = [result.get("source_call_id") for result in results]
+    if any(id is None for id in ids) and len(results) == len(calls):
+        return [_text(result.get("content")) for result in results]
+    named = [call["tool_call_id"] for call in calls]
+    if len(set(named)) < len(named) or not set(ids) <= set(named):
+        raise NotUsable("results cannot be told apart by their calls", f"step {step['step_id']}")
+    return [_joined([result for result in results if result["source_call_id"] == id]) for id in named]
+
+
+def _called(message: str, commands: list[str | None], answers: list[str] | None) -> list[Said]:
+    """A turn of scaffold `tools`; at the end of the work two, as that scaffold asks back there."""
+    if commands == [None]:
+        answers = [VERIFY]
+    if answers is None:
+        return [Said(message, None, tuple(_call(command, "") for command in commands))]
+    given = [VERIFY if command is None else answer for command, answer in zip(commands, answers, strict=True)]
+    turn = Said(message, tuple(given), tuple(map(_call, commands, given)))
+    return [turn, Said("", None, (_call(None, ""),))] if None in commands else [turn]
+
+
+def _call(command: str | None, answer: str) -> CallRecord:
+    """`id` says nothing here: no endpoint gave it."""
+    if command is None:
+        return CallRecord("", COMPLETE, {}, (), answer)
+    return CallRecord("", EXECUTE, {"commands": [command]}, (command,), answer)
+
+
+def _joined(results: list[dict[str, Any]]) -> str:
+    return "\n".join(_text(result.get("content")) for result in results)
 
 
 def _written(message: str, command: str | None, scaffold: str) -> str:

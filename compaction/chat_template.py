@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -105,7 +105,25 @@ class ChatTemplate:
             self._systems[key] = self._frame("system", [], tools)
         return self._systems[key]
 
-    def _render(self, messages: list[dict[str, str]], tools: Tools = (), generation: bool = False, **own: Any) -> str:
+    def calling(self, said: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
+        """A reply that says something and makes these calls (name, arguments), as the template writes it; None where
+        it cannot."""
+        made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+        try:
+            whole = self._render([*self._lead, {**_message("assistant", _REPLY), "tool_calls": made}])
+        except TemplateNotSupported:
+            return None
+        opening = self._render(self._lead) + self.generation_prompt
+        shown = whole.count(_REPLY)
+        if shown > 1 or not whole.endswith(self.reply_end) or (not shown and (said or not whole.startswith(opening))):
+            return None
+        whole = whole.removesuffix(self.reply_end)
+        written = whole.partition(_REPLY)[2] if shown else whole.removeprefix(opening)
+        return said + written if written else None
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), generation: bool = False, **own: Any
+    ) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -113,7 +131,7 @@ class ChatTemplate:
                     **{**self._fixed, **own},
                 )
             )  # fmt: skip
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: a value that the template cannot work with
             roles = [m["role"] for m in messages]
             raise TemplateNotSupported(f"the chat template refuses messages of roles {roles}: {error}") from error
 

@@ -71,6 +71,12 @@ class ChatTemplateRenderer:
             raise ValueError("the chat template has no messages of role tool; give results as a user message")
         return self._rendered(self._template.results, *texts)
 
+    def calling(self, said: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
+        """A reply that says something and then makes these calls (name, arguments), in the model's own form; None where
+        the template has none for them."""
+        written = self._template.calling(said, calls)
+        return written if said or written is None else written.lstrip("\n")
+
     def close(self, sampled: Sequence[int] | np.ndarray, finish_reason: FinishReason) -> list[int]:
         return list(self._closing[1:] if self._ended(sampled) else self._closing)
 

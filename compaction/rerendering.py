@@ -14,7 +14,8 @@ import numpy as np
 
 from compaction.exchange import Exchange
 from compaction.history import History, Message, Turn, ids
-from compaction.protocols import Completion, FinishReason, Renderer
+from compaction.protocols import Completion, FinishReason
+from compaction.rendering import ChatTemplateRenderer
 from compaction.rollout import CallRecord, Outcome, Rollout, Segment, SegmentBuilder
 from compaction.room import system_message
 from compaction.scaffolds import Action, load_scaffold
@@ -27,7 +28,7 @@ UNSCORED = "unscored"
 """Error class of a rollout whose trajectory came without a reward"""
 
 
-def rerendered(trajectory: Trajectory, renderer: Renderer, agent: AgentSettings) -> Rollout:
+def rerendered(trajectory: Trajectory, renderer: ChatTemplateRenderer, agent: AgentSettings) -> Rollout:
     """The trajectory as a rollout of the model behind `renderer`, which acts under `agent`: its system prompt, its
     resume text and its summary instruction. No reward of its own is computed.
 
@@ -62,7 +63,7 @@ class _Replay:
     """State of one trajectory in the middle of being rendered."""
 
     trajectory: Trajectory
-    renderer: Renderer
+    renderer: ChatTemplateRenderer
     agent: AgentSettings
     history: History
     segment: SegmentBuilder
@@ -75,7 +76,7 @@ class _Replay:
         self.end = self.renderer.end_ids[0]
 
     @classmethod
-    def start(cls, trajectory: Trajectory, renderer: Renderer, agent: AgentSettings) -> _Replay:
+    def start(cls, trajectory: Trajectory, renderer: ChatTemplateRenderer, agent: AgentSettings) -> _Replay:
         renderer = renderer.with_thinking(agent.thinking)
         first = system_message(load_prompt_pack(agent.compaction.prompt_pack), load_scaffold(agent.scaffold), renderer)
         history = History(first, tuple(_user(renderer, text) for text in trajectory.opening))
@@ -136,14 +137,22 @@ class _Replay:
         if turn.answers == (load_scaffold(self.agent.scaffold).parse(turn.action, "length").text,):
             cut = _sampled(self.renderer.encode(turn.action), "length")
             return Exchange(turn.action, cut, Action("malformed", turn.answers[0]), self.renderer)
-        reply, action = turn.action, _parsed(turn.action, self.agent)
-        if turn.calls and not action.calls:  # an endpoint gave them beside the text; the student writes them into it
-            reply = "\n".join(filter(None, [turn.action, *map(_written, turn.calls)]))
-            action = _parsed(reply, self.agent)
-        if [call.commands for call in action.calls] != [call.commands for call in turn.calls]:
-            raise NotUsable("its function calls cannot be written as the student's", turn.action[:80])
+        reply, action = self._reply(turn)
         sampled = _sampled([*self.renderer.encode(reply), self._end_of(action)], "stop")
         return Exchange(reply, sampled, action, self.renderer)
+
+    def _reply(self, turn: Said) -> tuple[str, Action]:
+        """What the student would have said. Calls that stood beside the text stand in it, as its template writes them,
+        or in the form that most models are taught."""
+        attempts = [turn.action]
+        if turn.calls and not _parsed(turn.action, self.agent).calls:
+            own = self.renderer.calling(turn.action, [(call.name, call.arguments) for call in turn.calls])
+            attempts = [*filter(None, [own]), "\n".join(filter(None, [turn.action, *map(_written, turn.calls)]))]
+        for reply in attempts:
+            action = _parsed(reply, self.agent)
+            if [call.commands for call in action.calls] == [call.commands for call in turn.calls]:
+                return reply, action
+        raise NotUsable("its function calls cannot be written as the student's", turn.action[:80])
 
     def _end_of(self, action: Action) -> int:
         """What ends a reply: after calls that may be what opens their results (GLM)."""
@@ -166,10 +175,11 @@ def _parsed(reply: str, agent: AgentSettings) -> Action:
 
 def _written(call: CallRecord) -> str:
     """A call in the form that most models are taught."""
-    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+    said = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{said}\n</tool_call>"
 
 
-def _user(renderer: Renderer, text: str) -> Message:
+def _user(renderer: ChatTemplateRenderer, text: str) -> Message:
     return Message("user", text, ids(renderer.message("user", text)))
 
 

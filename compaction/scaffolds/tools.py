@@ -19,10 +19,11 @@ _ADVICE = (
     f'Call {EXECUTE} with {{"commands": ["your command"]}}, a list of shell commands that run in order; or {COMPLETE} '
     "with {} once everything is done."
 )
-_VERIFY = (
+VERIFY = (
     "You say that the task is complete. Check once more that everything that was asked for is done and works. If it "
     f"is, call {COMPLETE} again now, and nothing else; if not, go on working."
 )
+"""Answers the first call that says so"""
 
 
 class NativeTools:
@@ -85,7 +86,7 @@ class NativeTools:
         if asked_back and all(completing):
             return Action("finish", calls=tuple(calls))
         self._asked_back = any(completing)
-        return Action("calls", calls=tuple(replace(c, answer=_VERIFY) if c.name == COMPLETE else c for c in calls))
+        return Action("calls", calls=tuple(replace(c, answer=VERIFY) if c.name == COMPLETE else c for c in calls))
 
     def is_action(self, text: str) -> bool:
         return ends_with_call(text)

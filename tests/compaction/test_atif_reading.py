@@ -64,6 +64,58 @@ def test_a_call_that_ends_the_work_is_the_scaffolds_end():
     assert load_scaffold("bash-block").parse(told.turns[1].action, "stop").kind == "finish"
 
 
+def run_of(turn: Said) -> list[tuple[str, ...]]:
+    return [call.commands for call in turn.calls]
+
+
+def test_for_a_student_that_calls_functions_a_shell_call_is_its_own():
+    told = read(agent_step("I look.", ("Bash", {"command": "ls\npwd"})), agent_step("", shown="x"), scaffold="tools")
+    assert (told.turns[0].action, told.turns[0].answers) == ("I look.", ("ok",))
+    assert [(call.name, call.arguments) for call in told.turns[0].calls] == [
+        ("execute_commands", {"commands": ["ls\npwd"]})
+    ]
+
+
+@pytest.mark.parametrize("last", [agent_step("Fine.", ("finish", {"message": "x"})), agent_step("Fine.", shown=None)])
+def test_for_a_student_that_is_asked_back_the_end_is_said_twice(last: dict[str, Any]):
+    told = read(agent_step("", ("bash", {"command": "ls"})), last, scaffold="tools")
+    scaffold = load_scaffold("tools")
+    first, second = (f'<tool_call>{{"name": "{turn.calls[0].name}"}}</tool_call>' for turn in told.turns[1:])
+    assert (told.turns[1].action, told.turns[1].answers) == ("Fine.", (scaffold.parse(first, "stop").calls[0].answer,))
+    assert scaffold.parse(second, "stop").kind == "finish"
+    assert told.turns[2].answers is None
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [{"content": "1"}, {"content": "2"}],
+        [{"source_call_id": "1", "content": "2"}, {"source_call_id": "0", "content": "1"}],
+    ],
+)
+def test_several_calls_of_a_step_keep_each_its_own_answer(results: list[dict[str, Any]]):
+    step = agent_step("", ("bash", {"command": "a"}), ("bash", {"command": "b"}), shown=None)
+    told = read(step | {"observation": {"results": results}}, agent_step("", shown=None), scaffold="tools")
+    assert (run_of(told.turns[0]), told.turns[0].answers) == ([("a",), ("b",)], ("1", "2"))
+
+
+@pytest.mark.parametrize("results", [[{"content": "1 2"}], [{"source_call_id": "7", "content": "1"}] * 2])
+def test_answers_that_cannot_be_told_apart_are_refused(results: list[dict[str, Any]]):
+    step = agent_step("", ("bash", {"command": "a"}), ("bash", {"command": "b"}), shown=None)
+    with pytest.raises(NotUsable, match="cannot be told apart"):
+        read(step | {"observation": {"results": results}}, scaffold="tools")
+
+
+def test_nothing_is_made_up_behind_a_last_step_whose_answers_are_missing():
+    told = read(agent_step("", ("bash", {"command": "a"}), ("finish", {}), shown=None), scaffold="tools")
+    assert [(run_of(turn), turn.answers) for turn in told.turns] == [([("a",), ()], None)]
+
+
+def test_a_copied_end_is_copied_as_a_whole():
+    told = read(agent_step("", ("finish", {}), is_copied_context=True), scaffold="tools")
+    assert (len(told.turns), told.copied) == (2, 2)
+
+
 def test_an_agent_that_writes_its_commands_as_text_is_kept_as_it_is():
     reply = "so\n```bash\nls\n```"
     told = read(agent_step(reply, shown=None), {"source": "user", "message": "a b"}, agent_step(reply))

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compaction.atif_reading import trajectory_from_atif
 from compaction.rendering import ChatTemplateRenderer
 from compaction.rerendering import rerendered
 from compaction.rollout import CallRecord, Outcome, Rollout
+from compaction.scaffolds import load_scaffold
 from compaction.settings import AgentSettings, CompactionSettings
 from compaction.trajectory import NotUsable, Said, Summarized, Trajectory, trajectory_of
 from tests.compaction.families import FAMILIES
@@ -21,6 +23,12 @@ LONG = ["cat a", "", "cat b\ncat a", "cat b", *["cat a", "echo 42 > answer", "ca
 
 def made(renderer: ChatTemplateRenderer, actions: list[str] = LONG, **changes: Any) -> Rollout:
     return play(replies(actions), settings=small_settings(**changes), renderer=renderer)[0]
+
+
+def runs(token_ids: np.ndarray, optimized: np.ndarray) -> list[np.ndarray]:
+    """The sampled replies of a segment."""
+    edges = np.flatnonzero(np.diff(optimized.astype(int), prepend=0, append=0))
+    return [token_ids[a:b] for a, b in edges.reshape(-1, 2)]
 
 
 def again(rollout: Rollout, renderer: ChatTemplateRenderer) -> Rollout:
@@ -124,3 +132,45 @@ def test_students_of_every_family_learn_to_end_their_replies_as_they_do(name: st
     assert ends == [family.after_calls if scaffold == "tools" else family.after_text] * 2
     following = segment.token_ids[last[last + 1 < len(segment.token_ids)] + 1]
     assert not np.isin(following, segment.token_ids[last]).any(), "what opens the next message stands there twice"
+
+
+@pytest.mark.parametrize("said", ["", "I look."])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_beside_the_text_are_written_as_the_student_writes_them(name: str, said: str):
+    family = FAMILIES[name]
+    student = family.renderer(thinking=False)
+    calls = [{"name": "execute_commands", "arguments": {"commands": [command]}} for command in ("ls é", "pwd")]
+    written = calls[: 1 if name == "llama-3.2" else 2]  # Llama's template allows one call in a reply
+    form = FAMILIES["qwen3"] if name == "llama-3.2" and said else family  # and no words beside it
+    records = tuple(CallRecord("", c["name"], c["arguments"], tuple(c["arguments"]["commands"]), "a") for c in written)
+    turn = Said(said, ("a b",) * len(written), records)
+    agent = AgentSettings(scaffold="tools", thinking=False, compaction=CompactionSettings(window=65_536))
+    (segment,) = rerendered(Trajectory("r", "t", ("look",), (turn,), reward=1.0), student, agent).segments
+    reply = student.decode(segment.token_ids[segment.optimized])
+    assert reply == form.joint.join(filter(None, [said, *map(form.call, written)]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_agents_calls_become_what_the_student_itself_would_have_done(name: str):
+    """The ATIF file of an agent with a shell tool; the student's own agent loop gives the same tokens."""
+    student = FAMILIES[name].renderer(thinking=False)
+    steps = [
+        {"source": "user", "message": "find the answer"},
+        *({"source": "agent", "message": "", "observation": {"results": [{"content": shown}]},
+           "tool_calls": [{"tool_call_id": "x", "function_name": "bash", "arguments": {"command": command}}]}
+          for command, shown in (("cat a", "b\n"), ("cat b", "42\n"), ("echo 42 > answer", ""))),
+        {"source": "agent", "message": ""},
+    ]  # fmt: skip
+    atif = {"schema_version": "ATIF-v1.6", "agent": {"name": "other"},
+            "steps": [{"step_id": i, **step} for i, step in enumerate(steps, 1)]}  # fmt: skip
+    told = trajectory_from_atif(atif, "x", "tools", 1.0)
+    agent = AgentSettings(scaffold="tools", thinking=False, compaction=CompactionSettings(window=65_536))
+    (segment,) = rerendered(told, student, agent).segments
+    texts = [student.decode(each) for each in runs(segment.token_ids, segment.optimized)]
+    scaffold = load_scaffold("tools")
+    actions = [scaffold.parse(text, "stop") for text in texts]
+    assert [[call.commands for call in action.calls] for action in actions] == [
+        [("cat a",)], [("cat b",)], [("echo 42 > answer",)], [()], [()]
+    ]  # fmt: skip
+    assert actions[-1].kind == "finish"
+    assert actions[-2].calls[0].answer in student._tokenizer.decode(segment.token_ids)
