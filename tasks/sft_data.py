@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from compaction.atif_reading import trajectory_from_atif
-from compaction.protocols import Renderer
+from compaction.rendering import ChatTemplateRenderer
 from compaction.rerendering import rerendered
 from compaction.rollout import Rollout
 from compaction.settings import AgentSettings, Settings
@@ -100,7 +100,7 @@ class Selection:
         return f"{told}; left out: {self.reasons()}" if self.left_out else told
 
 
-def select(data: TrajectoryData, path: Path, renderer: Renderer, agent: AgentSettings) -> Selection:
+def select(data: TrajectoryData, path: Path, renderer: ChatTemplateRenderer, agent: AgentSettings) -> Selection:
     """The trajectories at `path`, rendered for the student. Raises UserError where none can be trained on."""
     selection = Selection(data.trajectories)
     for name, read in _sources(data.model_copy(update={"trajectories": str(path)}), agent.scaffold):
