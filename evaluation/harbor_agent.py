@@ -28,7 +28,7 @@ from harbor.models.agent.context import ModelUsage
 from compaction.agent import run_rollout
 from compaction.atif import atif_trajectory, write_atif
 from compaction.engines.endpoint_errors import EndpointRefused
-from compaction.engines.endpoint_settings import EndpointSettings
+from compaction.engines.endpoint_settings import EndpointSettings, check_thinking
 from compaction.engines.openai import OpenAIEngine
 from compaction.engines.preflight import check_window, preflight
 from compaction.engines.spending import Spending
@@ -88,7 +88,7 @@ class CompactionAgent(BaseAgent):
     capabilities = AgentCapabilities(atif=True)
 
     def __init__(self, logs_dir: Path, model_name: str | None = None, **options: Any) -> None:
-        """Raises pydantic's ValidationError, which names option, value and what is allowed."""
+        """Raises pydantic's ValidationError, which names option, value and what is allowed, or ValueError."""
         own = {
             kind: {name: options.pop(name) for name in kind.model_fields if name in options}
             for kind in (CompactionSettings, AgentSettings, EndpointSettings, SandboxSettings)
@@ -96,6 +96,7 @@ class CompactionAgent(BaseAgent):
         endpoint = {"base_url": options.pop("api_base", None), "model": (model_name or "").removeprefix("openai/")}
         self._endpoint = EndpointSettings(**own[EndpointSettings] | endpoint)
         self._settings = AgentSettings(**own[AgentSettings] | {"compaction": own[CompactionSettings]})
+        check_thinking(self._settings.thinking)
         self._sandbox = SandboxSettings(**own[SandboxSettings])
         super().__init__(logs_dir, model_name, **options)
 

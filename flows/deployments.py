@@ -7,7 +7,7 @@ Prefect starts, from its UI, a schedule or a work pool, opens the same by itself
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Annotated, Any
@@ -47,6 +47,11 @@ async def reproduce(
     preset: str = "tiny",
     variants: tuple[Variant, ...] = (),
     seeds: tuple[int, ...] = (),
+    model: str = "",
+    engine: str = "",
+    dataset: str = "",
+    env: SandboxKind = "docker",
+    prompt_pack: str = "",
     overrides: tuple[str, ...] = (),
     force: bool = False,
 ) -> Any:
@@ -56,10 +61,18 @@ async def reproduce(
         preset: Name of a preset (tiny, smoke) or path of a YAML file.
         variants: Policies to compare; none = those of the preset.
         seeds: Training seeds; none = those of the preset.
+        model: Pretrained model to start from: folder of a checkpoint, or name on the hub; none = the preset's.
+        engine: What samples: torch or vllm; none = the preset's.
+        dataset: Real tasks to train and evaluate on instead of the trail world; none = the preset's.
+        env: Sandbox of real tasks: docker, or local (bubblewrap).
+        prompt_pack: Summary instruction and resume text: a name, or a file; none = the preset's.
         overrides: Settings to change, each as KEY=VALUE, for example ppo.steps=20.
         force: Run every stage again, finished or not.
     """
-    request = Request("reproduce", preset, flags_of(variants=variants, seeds=seeds), overrides, force)
+    started = {"sft.model": model, "engine": engine, "agent.compaction.prompt_pack": prompt_pack}
+    tasks = tasks_of("dataset", dataset, env) | tasks_of("evaluation.dataset", dataset, env)
+    flags = (*flags_of(variants=variants, seeds=seeds), *texts_of(started | tasks))
+    request = Request("reproduce", preset, flags, overrides, force)
     return await _run(request, _planned(Plan))
 
 
@@ -95,9 +108,8 @@ async def sweep(
         force: Run every stage again, finished or not.
     """
     axes = {"evaluation.windows": windows, "evaluation.caps": caps, "evaluation.keep_recents": keep_recent}
-    tasks = {"evaluation.dataset.path": dataset, "evaluation.dataset.sandbox.kind": env if dataset else ""}
     endpoint = {"endpoint.base_url": base_url, "endpoint.model": model, "engine": "openai" if base_url else ""}
-    texts = overrides_of(**{name: text(value) for name, value in (tasks | endpoint).items() if value})
+    texts = texts_of(tasks_of("evaluation.dataset", dataset, env) | endpoint)
     flags = (*flags_of(variants=variants, seeds=seeds, **axes), *texts)
     request = Request("sweep", preset, flags, overrides, force)
     return await _run(request, _planned(partial(Plan, full_product=True)))
@@ -118,6 +130,16 @@ async def collect(preset: str = "collect", overrides: tuple[str, ...] = (), forc
 def flags_of(**values: tuple[Any, ...]) -> tuple[str, ...]:
     """Parameters that were filled in, as overrides."""
     return tuple(f"{name}={','.join(map(str, value))}" for name, value in values.items() if value)
+
+
+def texts_of(values: dict[str, str]) -> list[str]:
+    """Settings that are texts, as overrides; empty ones are left out."""
+    return overrides_of(**{name: text(value) for name, value in values.items() if value})
+
+
+def tasks_of(setting: str, dataset: str, env: SandboxKind) -> dict[str, str]:
+    """A set of real tasks and its sandbox; the latter says nothing without the former."""
+    return {f"{setting}.path": dataset, f"{setting}.sandbox.kind": env if dataset else ""}
 
 
 Work = Callable[[Experiment, RunOptions], Awaitable[dict[str, Any]]]
@@ -152,7 +174,12 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
     token = COMMAND.set((experiment, options))
     try:
         result: dict[str, Any] = asyncio.run(
-            prefect_flow(preset=options.preset, overrides=options.overrides, force=options.force, **parameters)
+            prefect_flow(
+                preset=options.preset,
+                overrides=(*beside_the_form(prefect_flow, options.flags), *options.overrides),
+                force=options.force,
+                **parameters,
+            )
         )
     except TerminationSignal as signal:  # Prefect's own, where SIGTERM met the waiting event loop instead of the flow
         raise Terminated from signal
@@ -166,6 +193,22 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
     finally:
         COMMAND.reset(token)
     return result
+
+
+_POLICIES = ("variants", "seeds")
+_IN_THE_FORM = {
+    "reproduce": _POLICIES,
+    "sweep": (
+        *_POLICIES, "evaluation.windows", "evaluation.caps", "evaluation.keep_recents", "evaluation.dataset.path",
+        "evaluation.dataset.sandbox.kind", "endpoint.base_url", "endpoint.model",
+    ),
+}  # fmt: skip
+"""Settings that `_parameters` fills in"""
+
+
+def beside_the_form(prefect_flow: Flow[..., Any], flags: Sequence[str]) -> list[str]:
+    """Options of a command that its form does not show: started again from there, they hold as overrides."""
+    return [flag for flag in flags if flag.partition("=")[0] not in _IN_THE_FORM.get(prefect_flow.name, ())]
 
 
 def _parameters(prefect_flow: Flow[..., Any], e: Experiment) -> dict[str, Any]:

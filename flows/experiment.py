@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from compaction.engines.endpoint_settings import EndpointSettings
+from compaction.engines.endpoint_settings import EndpointSettings, check_thinking
 from compaction.scaffolds import load_scaffold
 from compaction.settings import AgentSettings, Settings
 from compaction.summaries import load_prompt_pack
@@ -151,11 +151,8 @@ class Experiment(Settings):
             raise ValueError("engine openai needs an endpoint: --base-url http://HOST:PORT/v1 --model NAME")
         if self.engine == "openai" and self.evaluation.dataset is None:
             raise ValueError("engine openai is evaluated on real tasks: --dataset bench12, or a folder of task folders")
-        if self.engine == "openai" and self.agent.thinking is not None:
-            raise ValueError(
-                f"agent.thinking={self.agent.thinking} needs the chat template, which is the endpoint's own; leave it "
-                "null, and say it to the server: endpoint.request_extra={chat_template_kwargs: {enable_thinking: …}}"
-            )
+        if self.engine == "openai":
+            check_thinking(self.agent.thinking)
         teacher = None if self.collect is None else self.collect.endpoint
         endpoints = (self.endpoint, self.summary_endpoint, teacher)
         unpriced = [e.model for e in endpoints if e is not None and not e.priced]

@@ -22,5 +22,6 @@ class RunOptions:
     services: Services | None = None
     run: RunFolder | None = None
     preset: str = "tiny"
+    flags: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
-    """Preset and `--set` as they were given: with them Prefect shows a run, and starts it again"""
+    """Preset, options and `--set` as they were given: with them Prefect shows a run, and starts it again"""

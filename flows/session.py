@@ -170,6 +170,7 @@ def _run(
             services=services,
             run=run,
             preset=request.portable_preset,
+            flags=request.flags,
             overrides=request.overrides,
         )
         result = flow(experiment, options)

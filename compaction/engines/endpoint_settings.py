@@ -140,3 +140,12 @@ def _without_secrets(url: str) -> str:
     _, at, address = url.rpartition("@")  # what is left of these is refused, without showing what may be a password
     path, mark, _ = address.partition("?")
     return at + path + mark
+
+
+def check_thinking(thinking: bool | None) -> None:
+    """Raises ValueError where an agent's settings say whether the model behind an endpoint thinks."""
+    if thinking is not None:
+        raise ValueError(
+            f"thinking={str(thinking).lower()} needs the chat template, which is the endpoint's own; leave it null, "
+            "and say it to the server: request_extra={chat_template_kwargs: {enable_thinking: …}}"
+        )

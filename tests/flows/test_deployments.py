@@ -13,7 +13,7 @@ from prefect.utilities.callables import parameter_schema
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.deployments import flags_of, reproduce, sweep
+from flows.deployments import beside_the_form, collect, flags_of, reproduce, sweep, tasks_of, texts_of
 from flows.experiment import Variant
 from flows.plan import Plan
 from flows.session import Request
@@ -44,6 +44,28 @@ def test_a_filled_in_form_is_the_same_as_the_command_line() -> None:
     assert dry.exit_code == 0, dry.stderr
     planned = [spec.label for spec in Plan(experiment, full_product=True).stages]
     assert [stage["label"] for stage in json.loads(dry.stdout)["stages"]] == planned
+
+
+def test_a_filled_in_form_trains_on_real_tasks_as_the_command_line_does() -> None:
+    filled = [*texts_of(tasks_of("dataset", "bench12", "local") | tasks_of("evaluation.dataset", "bench12", "local"))]
+    form = Request("reproduce", "smoke", tuple(filled)).experiment()
+    command = ["reproduce", "--preset", "smoke", "--dataset", "bench12", "--env", "local", "--dry-run", "--json"]
+    dry = CliRunner().invoke(app, command)
+    assert dry.exit_code == 0, dry.stderr
+    assert json.loads(dry.stdout)["experiment"] == form.config()
+    assert texts_of({"sft.model": "", "engine": ""} | tasks_of("dataset", "", "local")) == []
+
+
+@pytest.mark.parametrize(
+    ("flow", "beside"),
+    [
+        (reproduce, ['sft.model="m"', "evaluation.windows=128"]),
+        (sweep, ['sft.model="m"']),
+        (collect, ["seeds=0,1", 'sft.model="m"', "evaluation.windows=128"]),
+    ],
+)
+def test_options_that_a_form_does_not_show_hold_when_the_run_is_started_again_from_it(flow, beside) -> None:
+    assert beside_the_form(flow, ["seeds=0,1", 'sft.model="m"', "evaluation.windows=128"]) == beside
 
 
 def test_a_preset_file_is_named_so_that_another_folder_finds_it(

