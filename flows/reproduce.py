@@ -129,6 +129,8 @@ def opened_chain(plan: Plan, options: RunOptions) -> Iterator[tuple[Chain, RunFo
 
 def _finish(plan: Plan, chain: Chain, run: RunFolder) -> dict[str, Any]:
     """results.json, the report, models' cards, and the object that the command prints."""
+    from evaluation.analysis.tables import headline_metrics
+
     outcomes, parent = in_order(chain.results, plan), chain.runner.tracker.parent
     if not outcomes:
         raise chain.errors[0] if chain.errors else CommandError("nothing was evaluated; name at least one variant")
@@ -148,6 +150,7 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder) -> dict[str, Any]:
     write_run_report(run, chain.runner.store.root)
     cells = [CellResult.model_validate(outcome.result) for outcome in outcomes]
     write_cards(plan, chain.runner.store, cells, run.name)
+    parent.log_step(0, headline_metrics(cells, _point(plan.experiment)))
     for path in (run.report, run.results, *_write_tables(run, result)):
         parent.log_file(path)
     run.update(errors=result["errors"], status=result["status"])

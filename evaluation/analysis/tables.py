@@ -99,6 +99,17 @@ def result_table(cells: Sequence[CellResult], preset: PresetPoint) -> list[Resul
     return rows
 
 
+def headline_metrics(cells: Sequence[CellResult], preset: PresetPoint) -> dict[str, float | None]:
+    """The table as metrics of a whole run: `pass_at_1/VARIANT` and `gain/VARIANT` (over base) at the preset's point,
+    `pass_at_1_long/…` and `gain_long/…` in the long window."""
+    metrics: dict[str, float | None] = {}
+    for row in result_table(cells, preset):
+        suffix = "_long" if row.long else ""
+        metrics[f"pass_at_1{suffix}/{row.variant}"] = row.pass_at_1
+        metrics[f"gain{suffix}/{row.variant}"] = row.gain.difference if row.gain else None
+    return metrics
+
+
 def format_row(row: ResultRow) -> tuple[str, ...]:
     """The row as text, in the order of RESULT_COLUMNS."""
     return (

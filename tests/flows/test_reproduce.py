@@ -92,6 +92,10 @@ def test_each_trained_checkpoint_has_a_card_with_its_scores(home: Path, first: d
     assert first["warnings"] == []
 
 
+def own_point(cell: dict) -> bool:
+    return (cell["window"], cell["cap"], cell["keep_recent"]) == (128, 4, 1)
+
+
 def test_mlflow_holds_a_parent_with_a_child_per_stage_and_cell(home: Path, first: dict) -> None:
     from mlflow import MlflowClient
 
@@ -106,6 +110,11 @@ def test_mlflow_holds_a_parent_with_a_child_per_stage_and_cell(home: Path, first
     assert len({frozenset(r.data.params) for r in cells}) == 1  # the same params in every cell
     assert {r.info.run_id for r in cells} == {cell["mlflow_run_id"] for cell in first["results"]}
     assert all("sweep/window" in r.data.metrics and "eval/pass_at_1" in r.data.metrics for r in cells)
+    parent = client.get_run(first["mlflow_run_id"]).data.metrics
+    scores = {f"pass_at_1/{c['variant']}": c["pass_at_1"] for c in first["results"] if own_point(c)}
+    assert {name: parent[name] for name in scores} == pytest.approx(scores)
+    gain = parent["pass_at_1/compactionrl"] - parent["pass_at_1/base"]
+    assert parent["gain/compactionrl"] == pytest.approx(gain)
     ppo = next(r for r in children if r.data.tags.get("stage") == "ppo")
     history = client.get_metric_history(ppo.info.run_id, "train/logprob_mismatch")
     assert [m.step for m in history] == [0, 1, 2, 3]
