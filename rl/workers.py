@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import ray
@@ -37,6 +39,9 @@ from rl.weight_transfer import WeightSender
 MAX_DEATHS = 5
 """Deaths in a row after which a worker is not replaced: a task that kills its worker must not do so for ever"""
 
+WATCH_SECONDS = 5.0
+"""Between two looks at how far a call is"""
+
 SEND_SECONDS = 300.0
 """How long a transfer from GPU to GPU may take"""
 
@@ -55,19 +60,30 @@ class RolloutActor:
     def __init__(self, serving: Serving, slots: int, rollout_timeout: float) -> None:
         one_thread()
         self._serving, self._slots, self._rollout_timeout = serving, slots, rollout_timeout
+        self._finished: Counter[str] = Counter()
 
     @cached_property
     def _served(self) -> tuple[ServedEngine, Renderer]:
         return self._serving.load()
 
-    async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    async def rollouts(self, requests: Sequence[RolloutRequest], call: str = "") -> list[Rollout]:
+        """`call`: a name under which `finished` counts."""
         gate = asyncio.Semaphore(self._slots)
 
         async def one(request: RolloutRequest) -> Rollout:
             async with gate:
-                return await self._rollout(request)
+                rollout = await self._rollout(request)
+            self._finished[call] += 1
+            return rollout
 
-        return list(await asyncio.gather(*(one(r) for r in requests)))
+        try:
+            return list(await asyncio.gather(*(one(r) for r in requests)))
+        finally:
+            del self._finished[call]
+
+    async def finished(self, call: str) -> int:
+        """How many rollouts of a call in progress are finished."""
+        return self._finished[call]
 
     async def _rollout(self, request: RolloutRequest) -> Rollout:
         """One rollout; one that takes longer than its limit is an infrastructure failure."""
@@ -124,14 +140,30 @@ class RolloutWorker:
         """Seconds after which the actor itself ends the rollout."""
         return rollout_limit(request, self._rollout_timeout)
 
-    async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    async def rollouts(
+        self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
         """All requests' rollouts, in the order asked; infrastructure failures are rollouts without reward.
+
+        `on_finished` is told now and then how many are finished (fewer than before, once a dead actor was replaced).
 
         If the actor dies, all are made again: the seeds are in the requests, so they are the ones that were lost.
         Raises WorkerLost when the actor keeps dying, and what a rollout raises before it starts (WindowTooSmall).
         """
-        rollouts: list[Rollout] = await self._until_answered("rollouts", requests)
+        call = uuid4().hex
+        watching = asyncio.create_task(self._watch(call, on_finished)) if on_finished else None
+        try:
+            rollouts: list[Rollout] = await self._until_answered("rollouts", requests, call)
+        finally:
+            if watching is not None:
+                watching.cancel()
         return rollouts
+
+    async def _watch(self, call: str, on_finished: Callable[[int], None]) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            with suppress(*PROCESS_DIED):  # `rollouts` itself sees to that
+                on_finished(await result_of(self._actor.finished.remote(call)))
 
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """One attempt of one rollout, beside others. Raises WorkerDied once a dead actor is replaced."""

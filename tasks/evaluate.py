@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -121,12 +122,17 @@ def body(
         await policy.ready()
         rollouts: list[Rollout] = []
         for start in range(0, len(requests), CHUNK):
-            rollouts += await policy.rollouts(requests[start : start + CHUNK])
+            finished = partial(_show_finished, stage, start)
+            rollouts += await policy.rollouts(requests[start : start + CHUNK], finished)
             stage.progress.update(len(rollouts), _so_far(rollouts))
         results = [trial_result(key, rollout) for (key, _), rollout in zip(trials, rollouts, strict=True)]
         return record(cell, results, [rollouts[i] for i in worth_reading(results)], stage)
 
     return run
+
+
+def _show_finished(stage: StageRun, before: int, finished: int) -> None:
+    stage.progress.update(before + finished)
 
 
 def _so_far(rollouts: Sequence[Rollout]) -> dict[str, float]:

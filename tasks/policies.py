@@ -51,9 +51,11 @@ class CheckpointPolicy:
                     serving, slots=self._slots, rollout_timeout=self._rollout_timeout, seat=seat
                 )
 
-    async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Many at once, in one call of the worker."""
-        rollouts: list[Rollout] = await self._worker.rollouts(requests)
+    async def rollouts(
+        self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
+        """Many at once, in one call of the worker; `on_finished` is told now and then how many are done."""
+        rollouts: list[Rollout] = await self._worker.rollouts(requests, on_finished)
         return rollouts
 
     async def rollout(self, request: RolloutRequest) -> Rollout:

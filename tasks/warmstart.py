@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,8 @@ from tasks.sft_data import Selection, TrajectoryData, select
 from tasks.stages import Body, StageRun
 
 STEPS_PER_REPORT = 20
+SECONDS_PER_SIGN = 5.0
+"""After which a long step is shown by itself"""
 
 
 def _kind(entry: Any) -> str:
@@ -172,7 +175,7 @@ def body(
         from rl.remote import PROCESS_DIED, result_of, seated
 
         @ray.remote(num_cpus=0, max_retries=0, max_calls=1)  # its memory is given back at once
-        def train() -> Iterator[tuple[int, dict[str, float]]]:
+        def train() -> Iterator[tuple[int, dict[str, float] | None]]:
             from rl.remote import one_thread
 
             one_thread()
@@ -184,10 +187,14 @@ def body(
         try:
             async with seated([gpus]) as (seat,):
                 async for reference in train.options(num_returns="streaming", **seat.options()).remote():
-                    done, last = await result_of(reference)
+                    done, metrics = await result_of(reference)
                     if not data and (data := _selected(stage_folder)):
                         for entry in data:
                             stage.note(entry["text"])
+                    if metrics is None:
+                        stage.progress.update(done)
+                        continue
+                    last = metrics
                     stage.log(done, last, {"loss": last["sft/loss"]})
         except PROCESS_DIED as error:
             raise WorkerLost(f"the fine-tuning process died ({type(error).__name__})") from error
@@ -204,15 +211,20 @@ def _selected(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _reports(steps: Iterator[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
-    """(steps done, mean metrics since the last report)."""
+def _reports(steps: Iterator[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float] | None]]:
+    """(steps done, mean metrics since the last report); None in between, where steps take long."""
     pending: list[dict[str, float]] = []
-    done = 0
+    done, told = 0, time.monotonic()
     for done, metrics in steps:
         pending.append(metrics)
         if len(pending) == STEPS_PER_REPORT:
             yield done, _mean(pending)
             pending = []
+        elif time.monotonic() - told > SECONDS_PER_SIGN:
+            yield done, None
+        else:
+            continue
+        told = time.monotonic()
     if pending:
         yield done, _mean(pending)
 

@@ -21,9 +21,9 @@ class MeteredRolloutActor(RolloutActor):
         engine: Any = self._served[0]
         engine._step = self._meter.timed(engine._step, "engine")
 
-    async def rollouts(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    async def rollouts(self, requests: Sequence[RolloutRequest], call: str = "") -> list[Rollout]:
         with self._calls.measure("calls"):
-            return await super().rollouts(requests)
+            return await super().rollouts(requests, call)
 
     async def spent(self) -> dict[str, Seconds]:
         return self._meter.spent | self._calls.spent | {"process": now()}

@@ -85,6 +85,27 @@ def test_a_killed_worker_is_replaced_with_its_weights_and_makes_the_same_rollout
     assert {int(v) for r in got for s in r.segments for v in s.versions[s.optimized]} == {7}
 
 
+def test_a_long_call_says_how_far_it_is(
+    worker: RolloutWorker, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "WATCH_SECONDS", 0.05)
+    flag = tmp_path / "at-work"
+    held = HeldTask("held", flag=str(flag))
+    agent = agent_settings(small_checkpoint)
+    requests = [request(task, agent) for task in [held, *typed_tasks(0, 3)]]
+    seen: list[int] = []
+
+    async def run() -> None:
+        call = asyncio.create_task(worker.rollouts(requests, seen.append))
+        while 3 not in seen:  # all but the one that hangs
+            await asyncio.sleep(0.05)
+        call.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+    assert seen == sorted(seen)
+    assert max(seen) == 3
+
+
 def test_a_call_that_kills_every_worker_ends_as_worker_lost(
     worker: RolloutWorker, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,17 @@ def test_each_sft_stage_has_its_data() -> None:
         WarmstartSettings(data=(DATA, DATA), sft=SETTINGS.sft)
 
 
+def test_long_steps_are_shown_between_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [(done, {"sft/loss": float(done)}) for done in range(1, STEPS_PER_REPORT + 3)]
+    mean = sum(range(1, STEPS_PER_REPORT + 1)) / STEPS_PER_REPORT
+    reports = [(STEPS_PER_REPORT, {"sft/loss": mean}), (STEPS_PER_REPORT + 2, {"sft/loss": STEPS_PER_REPORT + 1.5})]
+    assert list(warmstart._reports(iter(steps))) == reports
+    monkeypatch.setattr(warmstart, "SECONDS_PER_SIGN", -1.0)
+    told = list(warmstart._reports(iter(steps)))
+    assert [done for done, _ in told] == [*range(1, STEPS_PER_REPORT + 3), STEPS_PER_REPORT + 2]
+    assert [report for report in told if report[1]] == reports
+
+
 @pytest.mark.xdist_group("ray")
 def test_in_a_worker_process_it_reports_on_the_way_and_its_errors_arrive_as_themselves(
     ray_cluster: Cluster, tmp_path: Path
