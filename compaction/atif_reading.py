@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from compaction.rollout import CallRecord
@@ -95,7 +96,7 @@ class _Steps:
         if not self.turns and step["source"] == "user":
             self.opening.append(text)
         elif self.turns and self.turns[-1].answers is None:
-            self.turns[-1] = Said(self.turns[-1].action, (text,))
+            self.turns[-1] = _answered(self.turns[-1], text)
         elif self.turns:
             raise NotUsable("a message stands between its turns", text[:80])
 
@@ -111,7 +112,7 @@ class _Steps:
         results = (step.get("observation") or {}).get("results")
         message, commands = _text(step["message"]), self._commands(step, last)
         if commands and load_scaffold(self._scaffold).tools:
-            return _called(message, commands, None if results is None else _by_call(step, results))
+            return _called(message, commands, None if results is None else _by_call(step, commands, results))
         if len(commands) > 1:
             raise NotUsable("a step holds several tool calls", f"{len(commands)} in step {step['step_id']}")
         action = _written(message, commands[0], self._scaffold) if commands else message
@@ -126,29 +127,40 @@ class _Steps:
 
 
 def _command(call: dict[str, Any], step_id: Any, last: bool) -> str | None:
-    """The shell command of a call; None where it ends the work. Raises NotUsable for anything else."""
+    """The shell command of a call; None where it ends the work. Raises NotUsable for anything else, ValueError for half
+    a character."""
     name, arguments = str(call["function_name"]), dict(call["arguments"])
     if last and name.lower() in FINISHING_CALLS:
         return None
     command = arguments.get("command")
+    if isinstance(command, str):
+        command.encode()
     known = {"command"} | REMARKS
     if name.lower() not in SHELL_CALLS or not isinstance(command, str) or not arguments.keys() <= known:
         raise NotUsable("a tool call is no shell command", f"{name}({', '.join(sorted(arguments))}) in step {step_id}")
     return command
 
 
-def _by_call(step: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
-    """One answer for each call of a step. Raises NotUsable where they cannot be told apart."""
+def _by_call(step: dict[str, Any], commands: list[str | None], results: list[dict[str, Any]]) -> list[str]:
+    """One answer for each call of a step. Raises NotUsable where they cannot be told apart, or one is missing."""
     calls = step.get("tool_calls") or []
     if len(calls) <= 1:
         return [_joined(results)]
     ids = [result.get("source_call_id") for result in results]
-    if any(id is None for id in ids) and len(results) == len(calls):
+    if all(id is None for id in ids) and len(results) == len(calls):
         return [_text(result.get("content")) for result in results]
     named = [call["tool_call_id"] for call in calls]
-    if len(set(named)) < len(named) or not set(ids) <= set(named):
+    answered = {id for id, command in zip(named, commands, strict=True) if command is not None}
+    if len(set(named)) < len(named) or not answered <= set(ids) <= set(named):
         raise NotUsable("results cannot be told apart by their calls", f"step {step['step_id']}")
     return [_joined([result for result in results if result["source_call_id"] == id]) for id in named]
+
+
+def _answered(turn: Said, text: str) -> Said:
+    """A turn whose answer stands in the message behind it."""
+    if len(turn.calls) > 1:
+        raise NotUsable("results cannot be told apart by their calls", text[:80])
+    return replace(turn, answers=(text,), calls=tuple(replace(call, answer=text) for call in turn.calls))
 
 
 def _called(message: str, commands: list[str | None], answers: list[str] | None) -> list[Said]:
@@ -192,11 +204,12 @@ def _attempts(message: str, command: str) -> Iterator[str]:
 
 
 def _text(content: Any) -> str:
-    """A message's or observation's text. Raises NotUsable for pictures."""
+    """A message's or observation's text. Raises NotUsable for pictures, ValueError for half a character."""
     if content is None:
         return ""
     if isinstance(content, str):
+        content.encode()
         return content
     if others := sorted({str(part["type"]) for part in content if part["type"] != "text"}):
         raise NotUsable("it holds more than text", ", ".join(others))
-    return "".join(part["text"] for part in content)
+    return "".join(_text(part["text"]) for part in content)

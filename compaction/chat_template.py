@@ -111,15 +111,15 @@ class ChatTemplate:
         made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
         try:
             whole = self._render([*self._lead, {**_message("assistant", _REPLY), "tool_calls": made}])
-        except TemplateNotSupported:
+        except (TemplateNotSupported, TypeError):  # TypeError: arguments that it cannot work with
             return None
         opening = self._render(self._lead) + self.generation_prompt
         shown = whole.count(_REPLY)
-        if shown > 1 or not whole.endswith(self.reply_end) or (not shown and (said or not whole.startswith(opening))):
+        if shown > 1 or not whole.endswith(self.reply_end) or (not shown and not whole.startswith(opening)):
             return None
         whole = whole.removesuffix(self.reply_end)
-        written = whole.partition(_REPLY)[2] if shown else whole.removeprefix(opening)
-        return said + written if written else None
+        written = whole.partition(_REPLY)[2] if shown else "\n" + whole.removeprefix(opening)
+        return said + written if written.strip() else None
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), generation: bool = False, **own: Any
@@ -131,7 +131,7 @@ class ChatTemplate:
                     **{**self._fixed, **own},
                 )
             )  # fmt: skip
-        except (TemplateError, TypeError) as error:  # TypeError: a value that the template cannot work with
+        except TemplateError as error:
             roles = [m["role"] for m in messages]
             raise TemplateNotSupported(f"the chat template refuses messages of roles {roles}: {error}") from error
 

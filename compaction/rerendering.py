@@ -8,6 +8,7 @@ token under its own renderer and prompts.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,8 @@ from compaction.protocols import Completion, FinishReason
 from compaction.rendering import ChatTemplateRenderer
 from compaction.rollout import CallRecord, Outcome, Rollout, Segment, SegmentBuilder
 from compaction.room import system_message
-from compaction.scaffolds import Action, load_scaffold
+from compaction.scaffolds import Action, Call, load_scaffold
+from compaction.scaffolds.tools import COMPLETE
 from compaction.settings import AgentSettings
 from compaction.summaries import judge_summary, load_prompt_pack
 from compaction.thinking import split_thinking
@@ -54,8 +56,12 @@ def _check_scaffold(trajectory: Trajectory, agent: AgentSettings) -> None:
         raise NotUsable(f"the student's scaffold is {agent.scaffold}", f"made with {trajectory.scaffold}")
     if not trajectory.turns:
         raise NotUsable("it holds no turn")
-    if not any(turn.calls or _parsed(turn.action, agent).kind == "command" for turn in trajectory.turns):
+    if not any(_runs(turn, agent) for turn in trajectory.turns):
         raise NotUsable(f"none of its replies is a command of scaffold {agent.scaffold}")
+
+
+def _runs(turn: Said, agent: AgentSettings) -> bool:
+    return any(call.commands for call in turn.calls) or _parsed(turn.action, agent).kind == "command"
 
 
 @dataclass
@@ -144,13 +150,14 @@ class _Replay:
     def _reply(self, turn: Said) -> tuple[str, Action]:
         """What the student would have said. Calls that stood beside the text stand in it, as its template writes them,
         or in the form that most models are taught."""
-        attempts = [turn.action]
-        if turn.calls and not _parsed(turn.action, self.agent).calls:
-            own = self.renderer.calling(turn.action, [(call.name, call.arguments) for call in turn.calls])
-            attempts = [*filter(None, [own]), "\n".join(filter(None, [turn.action, *map(_written, turn.calls)]))]
-        for reply in attempts:
+        action = _parsed(turn.action, self.agent)
+        if _made(action.calls) == _made(turn.calls):
+            return turn.action, action
+        own = self.renderer.calling(turn.action, [(call.name, call.arguments) for call in turn.calls])
+        usual = "\n".join(filter(None, [turn.action, *map(_written, turn.calls)]))
+        for reply in filter(None, [own, usual]):
             action = _parsed(reply, self.agent)
-            if [call.commands for call in action.calls] == [call.commands for call in turn.calls]:
+            if _made(action.calls) == _made(turn.calls) and _faults(action.calls) == _faults(turn.calls):
                 return reply, action
         raise NotUsable("its function calls cannot be written as the student's", turn.action[:80])
 
@@ -171,6 +178,15 @@ def _parsed(reply: str, agent: AgentSettings) -> Action:
     """As the scaffold reads it; what it asks back in between is in the recorded answers already."""
     _, said = split_thinking(reply)
     return load_scaffold(agent.scaffold).parse(said, "stop")
+
+
+def _made(calls: Sequence[Call] | Sequence[CallRecord]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(call.name, call.commands) for call in calls]
+
+
+def _faults(calls: Sequence[Call] | Sequence[CallRecord]) -> list[str | None]:
+    """What was said to calls that could not be used: a call that is written again must be wrong in the same way."""
+    return [call.answer for call in calls if not call.commands and call.name != COMPLETE]
 
 
 def _written(call: CallRecord) -> str:

@@ -7,10 +7,10 @@ Prefect starts, from its UI, a schedule or a work pool, opens the same by itself
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from prefect import Flow, flow
 from prefect.exceptions import TerminationSignal
@@ -18,20 +18,21 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import Field
 
-from compaction.engines.endpoint_settings import EndpointSettings
 from evaluation.settings import DatasetSettings, SandboxKind
+from evaluation.tasksets.datasets import SHIPPED
 from flows.cli_options import overrides_of, text
 from flows.collect import collect_trajectories
 from flows.experiment import Experiment, Variant
 from flows.options import RunOptions
 from flows.plan import Plan
 from flows.reproduce import run_plan
-from flows.session import Request, Terminated, deployed_run
+from flows.session import Request, Terminated, deployed_run, portable_file, portable_folder
 from tasks.errors import CommandError
 from tasks.stages import failed
 
 COMMAND: ContextVar[tuple[Experiment, RunOptions] | None] = ContextVar("COMMAND", default=None)
 """What the command line has opened; None in a run that Prefect started"""
+Sandbox = Literal["", SandboxKind]
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
@@ -50,7 +51,7 @@ async def reproduce(
     model: str = "",
     engine: str = "",
     dataset: str = "",
-    env: SandboxKind = "docker",
+    env: Sandbox = "",
     prompt_pack: str = "",
     overrides: tuple[str, ...] = (),
     force: bool = False,
@@ -64,7 +65,7 @@ async def reproduce(
         model: Pretrained model to start from: folder of a checkpoint, or name on the hub; none = the preset's.
         engine: What samples: torch or vllm; none = the preset's.
         dataset: Real tasks to train and evaluate on instead of the trail world; none = the preset's.
-        env: Sandbox of real tasks: docker, or local (bubblewrap).
+        env: Sandbox of real tasks: docker, or local (bubblewrap); none = the preset's, else docker.
         prompt_pack: Summary instruction and resume text: a name, or a file; none = the preset's.
         overrides: Settings to change, each as KEY=VALUE, for example ppo.steps=20.
         force: Run every stage again, finished or not.
@@ -85,7 +86,7 @@ async def sweep(
     variants: tuple[Variant, ...] = (),
     seeds: tuple[int, ...] = (),
     dataset: str = "",
-    env: SandboxKind = "docker",
+    env: Sandbox = "",
     base_url: str = "",
     model: str = "",
     overrides: tuple[str, ...] = (),
@@ -101,7 +102,7 @@ async def sweep(
         variants: Policies to compare; none = those of the preset.
         seeds: Training seeds; none = those of the preset.
         dataset: Real tasks: bench12, a folder of task folders, a list file, registry.json; none = the preset's.
-        env: Sandbox of real tasks: docker, or local (bubblewrap).
+        env: Sandbox of real tasks: docker, or local (bubblewrap); none = the preset's, else docker.
         base_url: Address of an OpenAI-compatible endpoint; none = the preset's. Its key stays in the environment.
         model: The model's name there.
         overrides: Settings to change, each as KEY=VALUE, for example evaluation.n_tasks=100.
@@ -137,9 +138,9 @@ def texts_of(values: dict[str, str]) -> list[str]:
     return overrides_of(**{name: text(value) for name, value in values.items() if value})
 
 
-def tasks_of(setting: str, dataset: str, env: SandboxKind) -> dict[str, str]:
-    """A set of real tasks and its sandbox; the latter says nothing without the former."""
-    return {f"{setting}.path": dataset, f"{setting}.sandbox.kind": env if dataset else ""}
+def tasks_of(setting: str, dataset: str, env: str) -> dict[str, str]:
+    """A set of real tasks and its sandbox."""
+    return {f"{setting}.path": dataset, f"{setting}.sandbox.kind": env}
 
 
 Work = Callable[[Experiment, RunOptions], Awaitable[dict[str, Any]]]
@@ -176,7 +177,7 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
         result: dict[str, Any] = asyncio.run(
             prefect_flow(
                 preset=options.preset,
-                overrides=(*beside_the_form(prefect_flow, options.flags), *options.overrides),
+                overrides=(*beside_the_form(parameters, options.flags), *options.overrides),
                 force=options.force,
                 **parameters,
             )
@@ -195,20 +196,23 @@ def run_as_command(prefect_flow: Flow[..., Any], experiment: Experiment, options
     return result
 
 
-_POLICIES = ("variants", "seeds")
-_IN_THE_FORM = {
-    "reproduce": _POLICIES,
-    "sweep": (
-        *_POLICIES, "evaluation.windows", "evaluation.caps", "evaluation.keep_recents", "evaluation.dataset.path",
-        "evaluation.dataset.sandbox.kind", "endpoint.base_url", "endpoint.model",
-    ),
-}  # fmt: skip
-"""Settings that `_parameters` fills in"""
+_SETTINGS_OF = {
+    "windows": ("evaluation.windows",),
+    "caps": ("evaluation.caps",),
+    "keep_recent": ("evaluation.keep_recents",),
+    "model": ("sft.model", "endpoint.model"),
+    "base_url": ("endpoint.base_url",),
+    "prompt_pack": ("agent.compaction.prompt_pack",),
+    "dataset": ("dataset.path", "evaluation.dataset.path"),
+    "env": ("dataset.sandbox.kind", "evaluation.dataset.sandbox.kind"),
+}
+"""Settings behind a field of a form; every other field is called as its setting is"""
 
 
-def beside_the_form(prefect_flow: Flow[..., Any], flags: Sequence[str]) -> list[str]:
-    """Options of a command that its form does not show: started again from there, they hold as overrides."""
-    return [flag for flag in flags if flag.partition("=")[0] not in _IN_THE_FORM.get(prefect_flow.name, ())]
+def beside_the_form(parameters: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
+    """Options of a command that are in no field of its form: started again from there, they hold as overrides."""
+    shown = {setting for field in parameters for setting in _SETTINGS_OF.get(field, (field,))}
+    return [flag for flag in flags if flag.partition("=")[0] not in shown]
 
 
 def _parameters(prefect_flow: Flow[..., Any], e: Experiment) -> dict[str, Any]:
@@ -217,12 +221,23 @@ def _parameters(prefect_flow: Flow[..., Any], e: Experiment) -> dict[str, Any]:
         return {}
     policies = {"variants": e.variants, "seeds": e.seeds}
     if prefect_flow is not sweep:
-        return policies
+        return policies | _started(e)
     axes = e.evaluation
     swept = {"windows": axes.windows, "caps": axes.caps, "keep_recent": axes.keep_recents}
-    return policies | swept | _served(axes.dataset, e.endpoint)
+    endpoint = {} if e.endpoint is None else {"base_url": e.endpoint.base_url, "model": e.endpoint.model}
+    return policies | swept | _tasks(axes.dataset) | endpoint
 
 
-def _served(dataset: DatasetSettings | None, endpoint: EndpointSettings | None) -> dict[str, Any]:
-    tasks = {} if dataset is None else {"dataset": dataset.path, "env": dataset.sandbox.kind}
-    return tasks | ({} if endpoint is None else {"base_url": endpoint.base_url, "model": endpoint.model})
+def _started(e: Experiment) -> dict[str, Any]:
+    """What a reproduction starts from. Its form has one field for the tasks of training and of evaluation."""
+    model = {} if e.sft is None or e.sft.model is None else {"model": portable_folder(e.sft.model)}
+    own, evaluated = _tasks(e.dataset), _tasks(e.evaluation.dataset)
+    start = {"engine": e.engine, "prompt_pack": portable_file(e.agent.compaction.prompt_pack)}
+    return model | start | (own if own == evaluated else {})
+
+
+def _tasks(dataset: DatasetSettings | None) -> dict[str, Any]:
+    if dataset is None:
+        return {}
+    path = dataset.path if dataset.path in SHIPPED else portable_folder(dataset.path)
+    return {"dataset": path, "env": dataset.sandbox.kind}

@@ -152,7 +152,7 @@ class Experiment(Settings):
         if self.engine == "openai" and self.evaluation.dataset is None:
             raise ValueError("engine openai is evaluated on real tasks: --dataset bench12, or a folder of task folders")
         if self.engine == "openai":
-            check_thinking(self.agent.thinking)
+            check_thinking(self.agent.thinking, "endpoint.request_extra")
         teacher = None if self.collect is None else self.collect.endpoint
         endpoints = (self.endpoint, self.summary_endpoint, teacher)
         unpriced = [e.model for e in endpoints if e is not None and not e.priced]

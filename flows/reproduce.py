@@ -150,9 +150,9 @@ def _finish(plan: Plan, chain: Chain, run: RunFolder) -> dict[str, Any]:
     write_run_report(run, chain.runner.store.root)
     cells = [CellResult.model_validate(outcome.result) for outcome in outcomes]
     write_cards(plan, chain.runner.store, cells, run.name)
-    parent.log_step(0, headline_metrics(cells, _point(plan.experiment)))
     for path in (run.report, run.results, *_write_tables(run, result)):
         parent.log_file(path)
+    parent.log_step(0, headline_metrics(cells, _point(plan.experiment)))
     run.update(errors=result["errors"], status=result["status"])
     return result
 

@@ -116,17 +116,24 @@ class Request:
         return experiment
 
     @property
-    def portable_preset(self) -> str:
-        """As it can be given again from another folder."""
-        path = Path(self.preset).expanduser()
-        return str(path.resolve()) if path.suffix and path.is_file() else self.preset
-
-    @property
     def command(self) -> list[str]:
         """The same on the command line."""
         settings = [word for setting in (*self.flags, *self.overrides) for word in ("--set", setting)]
         force = ["--force"] if self.force else []
-        return ["compactionrl", self.flow, "--preset", self.portable_preset, *settings, *force]
+        return ["compactionrl", self.flow, "--preset", portable_file(self.preset), *settings, *force]
+
+
+def portable_file(name: str) -> str:
+    """A preset or prompt pack as it can be named from another folder: the path of a file that is there, from the root;
+    a name as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.suffix and path.is_file() else name
+
+
+def portable_folder(name: str) -> str:
+    """The same for a model or a set of tasks, which may be folders."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.is_dir() else portable_file(name)
 
 
 def _show_plan(plan: dict[str, Any], json_output: bool) -> int:
@@ -169,7 +176,7 @@ def _run(
             force=request.force,
             services=services,
             run=run,
-            preset=request.portable_preset,
+            preset=portable_file(request.preset),
             flags=request.flags,
             overrides=request.overrides,
         )

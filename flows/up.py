@@ -33,7 +33,7 @@ from flows.services import (
     prepare_mlflow,
     services_on,
 )
-from flows.session import INTERRUPTED, TERMINATED, Request, Terminated
+from flows.session import INTERRUPTED, TERMINATED, Terminated, portable_file
 from flows.standing import Standing, StandingRecord
 from tasks.cluster import OBJECT_STORE_BYTES, make_ray_folder
 from tasks.errors import CommandError, UserError
@@ -215,7 +215,7 @@ def _ray_head(home: Home) -> Iterator[tuple[LocalServer, str]]:
 
 
 def _start_runner(home: Home, url: str, serve: ServeOptions) -> LocalServer:
-    preset = Request("reproduce", serve.preset).portable_preset
+    preset = portable_file(serve.preset)
     command = [sys.executable, "-m", "flows.serving", preset, serve.cron or "", str(serve.limit)]
     environment = {**os.environ, **RUNNER_LOGS, "PREFECT_API_URL": url, "COMPACTIONRL_HOME": str(home.root)}
     log = home.prefect / "serve.log"

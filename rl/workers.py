@@ -162,8 +162,13 @@ class RolloutWorker:
     async def _watch(self, call: str, on_finished: Callable[[int], None]) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            with suppress(*PROCESS_DIED):  # `rollouts` itself sees to that
+            try:
                 on_finished(await result_of(self._actor.finished.remote(call)))
+            except PROCESS_DIED:
+                continue  # `rollouts` itself sees to that
+            except Exception as error:
+                logger.warning("no more progress of this call (%s: %s)", type(error).__name__, error)
+                return
 
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """One attempt of one rollout, beside others. Raises WorkerDied once a dead actor is replaced."""

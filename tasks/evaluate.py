@@ -40,7 +40,7 @@ TASK_SEED = 0
 KEPT_ROLLOUTS = 12
 TRACED_ROLLOUTS = 3
 CHUNK = 128
-"""Trials handed to the worker at a time: progress is told after each"""
+"""Trials handed to the worker at a time: the score so far is told after each"""
 TRIALS = TypeAdapter(list[TrialResult])
 
 

@@ -142,10 +142,11 @@ def _without_secrets(url: str) -> str:
     return at + path + mark
 
 
-def check_thinking(thinking: bool | None) -> None:
-    """Raises ValueError where an agent's settings say whether the model behind an endpoint thinks."""
+def check_thinking(thinking: bool | None, request_extra: str = "request_extra") -> None:
+    """Raises ValueError where an agent's settings say whether the model behind an endpoint thinks; `request_extra` is
+    how that setting is named to the user."""
     if thinking is not None:
         raise ValueError(
             f"thinking={str(thinking).lower()} needs the chat template, which is the endpoint's own; leave it null, "
-            "and say it to the server: request_extra={chat_template_kwargs: {enable_thinking: …}}"
+            f"and say it to the server: {request_extra}={{chat_template_kwargs: {{enable_thinking: …}}}}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -101,12 +102,16 @@ def result_table(cells: Sequence[CellResult], preset: PresetPoint) -> list[Resul
 
 def headline_metrics(cells: Sequence[CellResult], preset: PresetPoint) -> dict[str, float | None]:
     """The table as metrics of a whole run: `pass_at_1/VARIANT` and `gain/VARIANT` (over base) at the preset's point,
-    `pass_at_1_long/…` and `gain_long/…` in the long window."""
+    `pass_at_1_long/…` and `gain_long/…` in the long window. Empty for a sweep that leaves both out.
+
+    A model's name becomes one that MLflow takes: word characters, dots and dashes.
+    """
     metrics: dict[str, float | None] = {}
     for row in result_table(cells, preset):
         suffix = "_long" if row.long else ""
-        metrics[f"pass_at_1{suffix}/{row.variant}"] = row.pass_at_1
-        metrics[f"gain{suffix}/{row.variant}"] = row.gain.difference if row.gain else None
+        name = re.sub(r"[^\w.-]+", "_", row.variant, flags=re.ASCII).strip("._")[:200]
+        metrics[f"pass_at_1{suffix}/{name}"] = row.pass_at_1
+        metrics[f"gain{suffix}/{name}"] = row.gain.difference if row.gain else None
     return metrics
 
 

@@ -99,11 +99,39 @@ def test_several_calls_of_a_step_keep_each_its_own_answer(results: list[dict[str
     assert (run_of(told.turns[0]), told.turns[0].answers) == ([("a",), ("b",)], ("1", "2"))
 
 
-@pytest.mark.parametrize("results", [[{"content": "1 2"}], [{"source_call_id": "7", "content": "1"}] * 2])
+@pytest.mark.parametrize(
+    "results",
+    [
+        [{"content": "1 2"}],
+        [{"source_call_id": "7", "content": "1"}] * 2,
+        [{"source_call_id": "1", "content": "2"}, {"content": "1"}],
+        [{"source_call_id": "1", "content": "2"}],
+    ],
+)
 def test_answers_that_cannot_be_told_apart_are_refused(results: list[dict[str, Any]]):
     step = agent_step("", ("bash", {"command": "a"}), ("bash", {"command": "b"}), shown=None)
     with pytest.raises(NotUsable, match="cannot be told apart"):
         read(step | {"observation": {"results": results}}, scaffold="tools")
+
+
+def test_an_answer_that_stands_as_a_message_belongs_to_its_call():
+    work = agent_step("I look.", ("bash", {"command": "ls"}), shown=None)
+    told = read(work, {"source": "user", "message": "x"}, agent_step("", shown=None), scaffold="tools")
+    assert (run_of(told.turns[0]), told.turns[0].answers) == ([("ls",)], ("x",))
+    two = agent_step("", ("bash", {"command": "a"}), ("bash", {"command": "b"}), shown=None)
+    with pytest.raises(NotUsable, match="cannot be told apart"):
+        read(two, {"source": "user", "message": "x"}, scaffold="tools")
+
+
+@pytest.mark.parametrize("scaffold", ["bash-block", "tools"])
+def test_half_a_character_is_refused(scaffold: str):
+    for step in (
+        agent_step("", ("bash", {"command": "echo \ud83d"})),
+        agent_step("\ud83d"),
+        agent_step("", shown="\ud83d"),
+    ):
+        with pytest.raises(NotUsable, match="does not keep to ATIF: UnicodeEncodeError"):
+            read(step, agent_step("ls"), scaffold=scaffold)
 
 
 def test_nothing_is_made_up_behind_a_last_step_whose_answers_are_missing():

@@ -141,13 +141,42 @@ def test_calls_beside_the_text_are_written_as_the_student_writes_them(name: str,
     student = family.renderer(thinking=False)
     calls = [{"name": "execute_commands", "arguments": {"commands": [command]}} for command in ("ls é", "pwd")]
     written = calls[: 1 if name == "llama-3.2" else 2]  # Llama's template allows one call in a reply
-    form = FAMILIES["qwen3"] if name == "llama-3.2" and said else family  # and no words beside it
     records = tuple(CallRecord("", c["name"], c["arguments"], tuple(c["arguments"]["commands"]), "a") for c in written)
     turn = Said(said, ("a b",) * len(written), records)
     agent = AgentSettings(scaffold="tools", thinking=False, compaction=CompactionSettings(window=65_536))
     (segment,) = rerendered(Trajectory("r", "t", ("look",), (turn,), reward=1.0), student, agent).segments
     reply = student.decode(segment.token_ids[segment.optimized])
-    assert reply == form.joint.join(filter(None, [said, *map(form.call, written)]))
+    assert reply == family.joint.join(filter(None, [said, *map(family.call, written)]))
+
+
+def calls_of(*turns: Said) -> Trajectory:
+    return Trajectory("r", "t", ("look",), turns, reward=1.0)
+
+
+def call(name: str, commands: tuple[str, ...] = (), answer: str = "a") -> CallRecord:
+    return CallRecord("", name, {"commands": list(commands)} if commands else {}, commands, answer)
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        (Said('Done.\n<tool_call>\n{"name": "finish"}\n</tool_call>', ("a",), (call("task_complete"),)), "be written"),
+        (Said("I mended the <tool_call> parser.", ("a",), (call("task_complete"),)), "be written"),
+        (Said("", ("the JSON is broken",), (call("execute_commands", answer="the JSON is broken"),)), "be written"),
+    ],
+)
+def test_a_call_that_would_be_taught_as_another_is_refused(turn: Said, reason: str):
+    agent = AgentSettings(scaffold="tools", thinking=False, compaction=CompactionSettings(window=65_536))
+    work = Said("", ("a",), (call("execute_commands", ("ls",)),))
+    with pytest.raises(NotUsable, match=reason):
+        rerendered(calls_of(work, turn), FAMILIES["qwen3"].renderer(thinking=False), agent)
+    assert rerendered(calls_of(work), FAMILIES["qwen3"].renderer(thinking=False), agent).segments
+
+
+def test_what_ran_no_command_is_no_work_to_learn_from():
+    agent = AgentSettings(scaffold="tools", thinking=False, compaction=CompactionSettings(window=65_536))
+    with pytest.raises(NotUsable, match="none of its replies is a command"):
+        rerendered(calls_of(Said("", None, (call("task_complete"),))), FAMILIES["qwen3"].renderer(), agent)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -150,7 +150,7 @@ COLLECT = [f"collect.{asked}" for asked in (*ENDPOINT[:2], "dataset.path=bench12
         ("tiny", ENDPOINT[:2], "an endpoint is given, but engine is torch"),
         ("endpoint", ["engine=torch"], "engine torch trains a model and needs sft"),
         ("endpoint", ["engine=openia", *ENDPOINT], "did you mean openai"),
-        ("endpoint", [*ENDPOINT, "agent.thinking=false"], "say it to the server: request_extra"),
+        ("endpoint", [*ENDPOINT, "agent.thinking=false"], "say it to the server: endpoint.request_extra"),
     ],
 )
 def test_who_acts_is_asked_for_with_the_flag_that_is_missing(preset: str, overrides: list[str], message: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.analysis.tables import headline_metrics
+from evaluation.grid import Cell
 from evaluation.results import CellResult
 from tasks.errors import CommandError
 from tasks.processes import ProcessId
@@ -22,6 +24,7 @@ from tasks.tracking import (
     initialise_database,
     log_cell_result,
 )
+from tests.evaluation.synthetic import PRESET, make_cell
 
 CONFIG = {"name": "t", "agent": {"compaction": {"window": 512, "cap": 2}}, "seeds": [0, 1]}
 
@@ -157,6 +160,15 @@ def test_a_cell_logs_its_axes_as_params_and_as_metrics(mlflow_uri: str, tmp_path
     params = [set(client.get_run(run.run_id).data.params) for run in (cell, single)]
     assert params[0] == params[1]
     assert "sweep/keep_recent" not in client.get_run(single.run_id).data.metrics
+
+
+@pytest.mark.parametrize("model", ["/data/models/Qwen3", "./m", "@cf/meta/llama", "claude@2024", "a+b,1", "x" * 300])
+def test_a_headline_about_a_model_of_any_name_is_taken(mlflow_uri: str, tmp_path: Path, model: str) -> None:
+    cell = make_cell(Cell(model, 0, PRESET.window, PRESET.cap, PRESET.keep_recent), 0.5, n_tasks=2)
+    with opened(mlflow_uri, tmp_path) as tracker:
+        tracker.parent.log_step(0, headline_metrics([cell], PRESET))
+    run = client_for(mlflow_uri).get_run(tracker.parent.run_id)
+    assert list(run.data.metrics.values()) == [0.5]
 
 
 def test_a_reused_stage_is_linked(mlflow_uri: str, tmp_path: Path) -> None:

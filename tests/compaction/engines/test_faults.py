@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from compaction.engines import openai
 from compaction.engines.openai import OpenAIEngine
 from compaction.engines.spending import Spending
 from compaction.engines.text_renderer import TextRenderer
@@ -220,7 +221,14 @@ SOON = 30.0
 """Seconds that no call waits, however busy the machine is, unless it waits for `max_wait` or what it was told"""
 
 
-def test_retry_after_is_waited_for():
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who hears nothing of when to come back waits for `max_wait`."""
+    monkeypatch.setattr(openai, "_FIRST_WAIT", 3_600.0)
+    monkeypatch.setattr("random.uniform", lambda low, high: high)
+
+
+def test_retry_after_is_waited_for(late: None):
     assert gaps([refused(429, "x", Retry_After="0"), reply()], max_wait=60.0)[0] < SOON
     assert 0.2 <= gaps([refused(503, "x", Retry_After="0.2"), reply()], max_wait=60.0)[0] < SOON
     past = format_datetime(datetime.now(UTC) - timedelta(hours=1), usegmt=True)

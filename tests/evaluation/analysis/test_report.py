@@ -11,7 +11,7 @@ import pytest
 from evaluation.analysis import plots
 from evaluation.analysis.plots import CurvePoint
 from evaluation.analysis.report import ReportData, render_report, write_report
-from evaluation.analysis.tables import RESULT_COLUMNS, format_p, format_row, result_table, variants_in
+from evaluation.analysis.tables import RESULT_COLUMNS, format_p, format_row, headline_metrics, result_table, variants_in
 from evaluation.grid import Cell
 from tests.evaluation.synthetic import PRESET, make_cell, make_cells
 
@@ -172,6 +172,15 @@ def test_headline_rows_are_the_presets_point_and_the_long_window(cells):
     assert long.gain.difference == pytest.approx(0.25)
     assert rows[0].gain is None
     assert rows[0].paper == ""
+
+
+def test_headline_metrics_are_the_tables_numbers(cells):
+    metrics, rows = headline_metrics(cells, PRESET), result_table(cells, PRESET)
+    assert metrics["pass_at_1/compactionrl"] == rows[1].pass_at_1
+    assert metrics["gain/compactionrl"] == rows[1].gain.difference
+    assert metrics["gain_long/no-compaction-long"] == rows[7].gain.difference
+    assert metrics["gain/base"] is None
+    assert len(metrics) == 2 * len(rows)
 
 
 def test_row_as_text_has_a_text_for_every_column(cells):
