@@ -114,7 +114,7 @@ def _head(rollout: Rollout) -> Text:
 def _turn(number: int, turn: TurnRecord, full: bool) -> Text:
     lines = turn.observation.splitlines()
     shown = lines if full else lines[:FOLDED_LINES]
-    action = turn.action if full else _first_line(turn.action)
+    action = turn.action if full else _first_line(_done(turn))
     text = Text.assemble(
         (f"{number:>3} ", "dim"), ("› ", "cyan"), (action, "bold"), (f"   |h| = {turn.tokens:,}", "dim"), "\n"
     )
@@ -122,6 +122,12 @@ def _turn(number: int, turn: TurnRecord, full: bool) -> Text:
     if hidden := len(lines) - len(shown):
         text.append(f"\n      … {hidden} more {'line' if hidden == 1 else 'lines'}", "dim")
     return text
+
+
+def _done(turn: TurnRecord) -> str:
+    """What a turn did: the commands of its function calls, or their names; else the reply."""
+    calls = ("; ".join(call.commands) or call.name or "(a call that could not be read)" for call in turn.calls)
+    return " · ".join(calls) or turn.action
 
 
 def _first_line(text: str) -> str:

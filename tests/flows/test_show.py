@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from compaction.rollout import CompactionRecord, Outcome, Rollout, Segment, TurnRecord
+from compaction.rollout import CallRecord, CompactionRecord, Outcome, Rollout, Segment, TurnRecord
 from compaction.settings import AgentSettings
 from compaction.storage import write_rollouts
 from flows.runs import create_run
@@ -83,6 +84,25 @@ def test_a_rollout_reads_from_first_turn_to_grade(home: Home) -> None:
 
 def test_full_unfolds_the_turns(home: Home) -> None:
     assert "line 8" in shown(home, "latest", 0, full=True)
+
+
+def test_a_turn_that_calls_functions_shows_what_they_ran(home: Home, tmp_path: Path) -> None:
+    def call(name: str, *commands: str) -> CallRecord:
+        return CallRecord("c", name, {}, commands, "")
+
+    turns = (
+        TurnRecord(0, "<tool_call>\n…", "", 9, (call("execute_commands", "ls", "pwd"), call("execute_commands", "id"))),
+        TurnRecord(0, "<tool_call>\n…", "", 9, (call("task_complete"),)),
+        TurnRecord(0, "<tool_call>\n…", "", 9, (call(""),)),
+    )
+    write_rollouts(tmp_path / "r.parquet", [replace(ROLLOUT, turns=turns, compactions=())])
+    text = shown(home, str(tmp_path / "r.parquet"), 0)
+    assert [line.split("   |h|")[0].strip() for line in text.splitlines() if "|h|" in line] == [
+        "1 › ls; pwd · id",
+        "2 › task_complete",
+        "3 › (a call that could not be read)",
+    ]
+    assert "<tool_call>" in shown(home, str(tmp_path / "r.parquet"), 0, full=True)
 
 
 def test_a_failed_rollout_says_what_broke(home: Home) -> None:
