@@ -1,4 +1,4 @@
-"""A rollout as an MLflow trace: AGENT, a CHAT_MODEL span per turn, a TOOL span per command, MEMORY per compaction."""
+"""A rollout as an MLflow trace: AGENT, CHAT_MODEL for each turn, TOOL for what it ran, MEMORY for each compaction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from compaction.rollout import CompactionRecord, Rollout
+from compaction.rollout import CompactionRecord, Rollout, TurnRecord
 from tasks.tracking import TrackedRun
 
 SPAN_NANOSECONDS = 1_000_000
@@ -52,7 +52,7 @@ class _RolloutTrace:
                 self._compaction(records.pop(0))
             attributes = {"turn": number, "segment": turn.segment, "tokens_after": turn.tokens}
             self._span(f"turn {number}", "CHAT_MODEL", {"observation": observation}, turn.action, attributes)
-            self._span("command", "TOOL", {"command": turn.action}, turn.observation, {"turn": number})
+            self._tools(number, turn)
             observation = turn.observation
         for record in records:
             self._compaction(record)
@@ -60,6 +60,12 @@ class _RolloutTrace:
         status = "ERROR" if outcome.error_class else "OK"
         self.root.end(status=status, end_time_ns=self._tick())
         return str(self.root.trace_id)
+
+    def _tools(self, number: int, turn: TurnRecord) -> None:
+        if not turn.calls:
+            self._span("command", "TOOL", {"command": turn.action}, turn.observation, {"turn": number})
+        for call in turn.calls:
+            self._span(call.name or "unreadable call", "TOOL", call.arguments, call.answer, {"turn": number})
 
     def _compaction(self, record: CompactionRecord) -> None:
         before, after = {"tokens_before": record.tokens_before}, {"tokens_after": record.tokens_after}
