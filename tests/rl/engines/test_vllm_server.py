@@ -95,17 +95,28 @@ def test_replies_are_exact_and_bear_the_version_that_sampled_them(engine: Any, m
 def test_an_update_in_mid_reply_is_stamped_where_it_fell(engine: Any, models: Any) -> None:
     prompt = [3, 4, 5, 6]
 
-    async def swapped(after: float) -> list[Any]:
+    async def under_traffic() -> list[Any]:
+        """Replies one after another on four lanes, from before the update until it is done: it falls into some."""
         engine.load_weights(models[0].state_dict(), 0)
-        calls = [asyncio.create_task(engine.generate(request(f"s{i}", prompt, n=100, seed=i))) for i in range(4)]
-        await asyncio.sleep(after)
+        flowing, updated = asyncio.Event(), asyncio.Event()
+        completions: list[Any] = []
+
+        async def lane(number: int) -> None:
+            while not updated.is_set():
+                asked = request(f"s{len(completions)}/{number}", prompt, n=100 - 7 * number, seed=number)
+                completions.append(await engine.generate(asked))
+                flowing.set()
+
+        lanes = [asyncio.create_task(lane(number)) for number in range(4)]
+        await flowing.wait()
         await asyncio.to_thread(engine.load_weights, models[1].state_dict(), 1)
-        return list(await asyncio.gather(*calls))
+        updated.set()
+        await asyncio.gather(*lanes)
+        return completions
 
     async def until_one_is_mixed() -> list[Any]:
-        """When replies are under way is the machine's business: waits of several lengths find it."""
-        for after in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):
-            completions = await swapped(after)
+        for _ in range(5):  # between two replies all four lanes may be still
+            completions = await under_traffic()
             if any(set(completion.versions) == {0, 1} for completion in completions):
                 break
         else:
