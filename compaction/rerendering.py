@@ -1,8 +1,8 @@
 """A trajectory as a rollout of another model: its texts under that model's template, tokenizer and prompts.
 
 The windows are those of the trajectory: system, task or resume message, kept turns (context); actions and accepted
-summaries (as if sampled: each in the window where it was made); observations. A rollout of ours comes back token for
-token under its own renderer and prompts.
+summaries (as if sampled: each in the window where it was made); observations, and replies that were no action. A
+rollout of ours comes back token for token under its own renderer and prompts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ class _Replay:
         self._fits(used)
         if not copied:
             self.segment.observed(self.opened)
-            self.segment.sampled(completion)
+            if _usable(exchange.action):
+                self.segment.sampled(completion)
+            else:
+                self.segment.observed(completion.token_ids)
         if turn.answers is None:
             if not last:
                 raise NotUsable("a turn in the middle was shown nothing", turn.action[:80])
@@ -178,6 +181,13 @@ def _parsed(reply: str, agent: AgentSettings) -> Action:
     """As the scaffold reads it; what it asks back in between is in the recorded answers already."""
     _, said = split_thinking(reply)
     return load_scaffold(agent.scaffold).parse(said, "stop")
+
+
+def _usable(action: Action) -> bool:
+    """Whether a reply did something: what its scaffold only answered with advice is context, not to be learned."""
+    return action.kind != "malformed" and (
+        not action.calls or any(c.commands or c.name == COMPLETE for c in action.calls)
+    )
 
 
 def _made(calls: Sequence[Call] | Sequence[CallRecord]) -> list[tuple[str, tuple[str, ...]]]:

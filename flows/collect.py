@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -23,7 +22,8 @@ from flows.output import STATUS_TEXT, print_places
 from flows.plan import Plan, look_up
 from flows.presets_loader import read_preset, validate
 from flows.reproduce import opened_chain, shown
-from flows.runs import RunFolder
+from flows.runs import COLLECTED, RunFolder
+from flows.session import in_home
 from tasks.caching import StageOutcome, StageStore
 from tasks.collect import SUMMARY, TRAJECTORIES, CollectSettings
 from tasks.errors import UserError
@@ -84,12 +84,13 @@ def _result(
         "next": next_command(experiment, settings, run),
         "mlflow_run_id": chain.runner.tracker.parent.run_id,
     }
-    write_durably(run.path / "collected.json", json.dumps(result, indent=1, allow_nan=False))
+    write_durably(run.path / COLLECTED, json.dumps(result, indent=1, allow_nan=False))
     return result
 
 
 def next_command(experiment: Experiment, settings: CollectSettings, run: RunFolder) -> str:
-    """Fine-tunes a student on the file: under the agent's settings that it was made with, on the same tasks."""
+    """Fine-tunes a student on the file, under the agent's settings that it was made with, and evaluates it on the same
+    tasks."""
     dataset = settings.dataset
     preset = validate(AgentSettings, read_preset(PRESETS, STUDENT)["agent"], where=f"preset {STUDENT}")
     values: dict[str, Any] = {
@@ -100,7 +101,8 @@ def next_command(experiment: Experiment, settings: CollectSettings, run: RunFold
         **{f"{place}.sandbox.kind": dataset.sandbox.kind for place in ("dataset", "evaluation.dataset")},
     }
     words = [word for name, value in values.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    return shlex.join(["compactionrl", "reproduce", "--preset", STUDENT, "--model", "STUDENT", *words])
+    fine_tuned = ["--model", "STUDENT", "--variants", "base"]  # no reinforcement learning behind it
+    return in_home(["compactionrl", "reproduce", "--preset", STUDENT, *fine_tuned, *words])
 
 
 def _different(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -123,7 +125,12 @@ def print_collected(console: Console, result: Mapping[str, Any], run: RunFolder)
     places["resume" if result["status"] != "ok" else "run again"] = str(run.record["command"])
     console.print(STATUS_TEXT["ok"] if result["status"] == "ok" else "[yellow]partly done: some trials are missing[/]")
     print_places(console, result["errors"], places)
-    console.print("Train on them (STUDENT is a pretrained model's folder):", highlight=False)
+    console.print(
+        "Fine-tune on them (STUDENT is a pretrained model's folder; evaluation.dataset.path may name tasks it has not "
+        "seen):",
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(f"  {escape(result['next'])}", highlight=False, soft_wrap=True)
 
 

@@ -23,16 +23,17 @@ STATUS_TEXT = {
 
 
 def print_plan(console: Console, plan: Mapping[str, Any]) -> None:
-    """`plan` holds `stages` (name, label, cached, why); it may hold texts in `cells` and `warnings`, and `cost`."""
+    """`plan` holds `stages` (name, label, cached, why); it may hold texts in `cells` and `warnings`, `model`, and
+    `cost`."""
     table = Table("stage", "", "why", title="Plan", title_justify="left")
     for stage in plan["stages"]:
         state = "[green]cached[/]" if stage["cached"] else "[yellow]will run[/]"
         table.add_row(escape(_title(stage)), state, escape(stage["why"]))
     console.print(table)
     if cells := plan.get("cells"):
-        console.print(f"{len(cells)} evaluation cells")
-        for cell in cells:
-            console.print(f"  {escape(str(cell))}", highlight=False)
+        console.print(f"{len(cells)} evaluation {'cell' if len(cells) == 1 else 'cells'}")
+    if model := plan.get("model"):
+        console.print(f"model: {escape(model)}", highlight=False, soft_wrap=True)
     for name, text in plan.get("cost", {}).items():
         console.print(f"{escape(name)}: {escape(str(text))}")
     for warning in plan.get("warnings", ()):
@@ -70,7 +71,7 @@ def _message(error: str) -> str:
 
 
 def _stage_table(result: Mapping[str, Any]) -> Table:
-    table = Table("stage", "seconds", "", title="Stages", title_justify="left")
+    table = Table("stage", "seconds", "why it ran", title="Stages", title_justify="left")
     for stage in result.get("stages", []):
         seconds = "" if stage["cached"] else f"{stage['seconds']:.0f}"
         table.add_row(escape(_title(stage)), seconds, "cached" if stage["cached"] else escape(stage["why"]))

@@ -47,4 +47,6 @@ def write_cards(plan: Plan, store: StageStore, results: Sequence[CellResult], ru
         cells = [cell for cell in results if (cell.variant, cell.seed) == (variant, seed)]
         checkpoint = store.folder(plan.policy(variant, seed)) / "checkpoint"  # type: ignore[arg-type]
         if cells and checkpoint.is_dir():
-            write_card(checkpoint, Evaluated(run, plan.dataset_name, cells, plan.experiment.agent.compaction.cap))
+            write_card(
+                checkpoint, Evaluated(run, variant, plan.dataset_name, cells, plan.experiment.agent.compaction.cap)
+            )

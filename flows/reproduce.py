@@ -55,9 +55,24 @@ def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
         "experiment": plan.experiment.config(),
         "stages": shown(planned),
         "cells": cells,
+        "model": described_model(plan.experiment),
         "warnings": pairing_warnings(plan),
         "cost": collecting | cost | {"stages to run": str(sum(not p.cached for p in planned))},
     }
+
+
+def described_model(experiment: Experiment) -> str | None:
+    """What is trained, and from where; None where a model behind an endpoint is asked."""
+    if experiment.sft is None:
+        return None
+    model = experiment.sft.model
+    if model is None:
+        start = "a new tiny one"
+    elif Path(model).expanduser().is_dir():
+        start = model
+    else:
+        start = f"{model}, from the Hugging Face hub (there is no folder of that name here)"
+    return f"{start}; {experiment.engine} samples"
 
 
 def shown(planned: Sequence[Planned]) -> list[dict[str, Any]]:

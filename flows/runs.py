@@ -17,6 +17,7 @@ from tasks.errors import CommandError, UserError
 from tasks.processes import ProcessId
 
 RECORD = "run.json"
+COLLECTED = "collected.json"
 RUN_VARIABLE = "COMPACTIONRL_RUN"
 """The environment of whatever a run starts holds the run's folder, so that `doctor` knows whose it is."""
 
@@ -48,6 +49,11 @@ class RunFolder:
     def results(self) -> Path:
         return self.path / "results.json"
 
+    @property
+    def was_refused(self) -> bool:
+        """It ended before its first stage."""
+        return self.record.get("status") == "failed" and not self.record.get("stages")
+
     def update(self, **values: Any) -> None:
         self.record |= values
         write_durably(self.path / RECORD, json.dumps(self.record, indent=2))
@@ -62,6 +68,8 @@ class RunFolder:
                 raise CommandError(
                     f"{self.path} has no results.json yet: the run is still going; wait for it"
                 ) from None
+            if (self.path / COLLECTED).is_file():
+                raise CommandError(f"{self.path} collected trajectories ({COLLECTED}): it has no scores") from None
             raise CommandError(
                 f"{self.path} has no results.json: the run did not get that far; resume it: {command}"
             ) from None
@@ -118,12 +126,13 @@ def all_runs(home: Home) -> list[RunFolder]:
 
 
 def find_run(home: Home, name: str) -> RunFolder:
-    """By `latest`, folder name or path, MLflow run id, or a unique beginning of either. Raises UserError."""
+    """By `latest` (that was not refused before its first stage), folder name or path, MLflow run id, or a unique
+    beginning of either. Raises UserError."""
     runs = all_runs(home)
     if not runs and not Path(name).is_dir():
         raise UserError(f"no runs in {home.runs}; start one with `compactionrl reproduce`, or set COMPACTIONRL_HOME")
     if name == "latest":
-        return runs[-1]
+        return next((run for run in reversed(runs) if not run.was_refused), runs[-1])
     if run := _read(Path(name).expanduser()):
         return run
     exact = [run for run in runs if name in (run.name, run.record.get("mlflow_run_id"))]

@@ -201,7 +201,7 @@ def deployed_run(request: Request) -> Iterator[tuple[Experiment, RunOptions]]:
     experiment = request.experiment()
     home = Home.locate()
     services = services_of_a_deployment(home)
-    run = create_run(home, experiment.name, _in_home(request.command), experiment.config())
+    run = create_run(home, experiment.name, in_home(request.command), experiment.config())
     try:
         with _recorded(run), _logging_to(run.logs / "run.log"), open_progress("log") as progress:
             progress.note(services.description)
@@ -216,10 +216,10 @@ def deployed_run(request: Request) -> Iterator[tuple[Experiment, RunOptions]]:
 def _command_line() -> str:
     """The command as a person would type it again, from the same folder."""
     program = "compactionrl" if shutil.which("compactionrl") else sys.argv[0]
-    return _in_home([program, *sys.argv[1:]])
+    return in_home([program, *sys.argv[1:]])
 
 
-def _in_home(command: Sequence[str]) -> str:
+def in_home(command: Sequence[str]) -> str:
     home = os.environ.get("COMPACTIONRL_HOME")
     prefix = f"COMPACTIONRL_HOME={shlex.quote(home)} " if home else ""
     return prefix + shlex.join(command)

@@ -24,6 +24,7 @@ class Evaluated:
     """What a run measured of a checkpoint."""
 
     run: str
+    variant: str
     dataset: str
     cells: Sequence[CellResult]
     most: int
@@ -41,16 +42,35 @@ class Evaluated:
 def write_card(checkpoint: Path, evaluated: Evaluated | None = None) -> Path | None:
     """Writes the card of the weights in `checkpoint`; None where no pairing says what they were trained for.
 
-    A run that evaluated none of the card's settings leaves a card that is there as it is. Raises OSError (disk full).
+    A run that evaluated none of the card's settings, or found the same scores again, leaves a card that is there as it
+    is. Raises OSError (disk full).
     """
     pairing = read_pairing(checkpoint)
     if pairing is None:
         return None
     card = checkpoint / CARD
     measured = evaluated and [evaluated.at(pairing, cap) for cap in _caps(evaluated.most)]
-    if card.is_file() and not any(measured or ()):
+    text = card_text(pairing, evaluated)
+    if card.is_file() and (not any(measured or ()) or _says(card.read_text(encoding="utf-8")) == _says(text)):
         return card
-    return write_durably(card, card_text(pairing, evaluated))
+    return write_durably(card, text)
+
+
+def _says(card: str) -> list[str]:
+    """All but the run: one that finds the same scores again did not measure them."""
+    return [line for line in card.splitlines() if not line.startswith("From run ")]
+
+
+def _learned(pairing: Pairing) -> str:
+    """What of its summaries the weights have learned, and how."""
+    last = pairing.training[-1] if pairing.training else None
+    if last is None or last.stage != "ppo":
+        return "It has been fine-tuned on such work, not trained by reward."
+    if pairing.cap == 0:
+        return "It was trained by reward in a single window: it never learned from a summary of its own."
+    if not last.settings.get("ppo", {}).get("train_summaries", True):
+        return "Its actions were trained by reward, its summaries were not."
+    return "Its summaries were trained with its actions, by the same reward."
 
 
 def card_text(pairing: Pairing, evaluated: Evaluated | None = None) -> str:
@@ -63,13 +83,15 @@ def card_text(pairing: Pairing, evaluated: Evaluated | None = None) -> str:
     model = pairing.base_model
     is_folder = model is not None and Path(model).expanduser().is_dir()
     return environment.get_template("model_card.md.j2").render(
-        title=f"{Path(model).name if model else 'A small model'}, trained to compact its context",
+        title=f"{Path(model).name if model else 'A small model'}, trained to work in a small window",
+        learned=_learned(pairing),
         hub_model=None if is_folder else model,
         pairing_file=PAIRING,
         pairing=pairing,
         most=most,
         scores=[_score(pairing, cap, evaluated) for cap in _caps(most)],
         run=evaluated and evaluated.run,
+        variant=evaluated and evaluated.variant,
         flags=" \\\n    ".join(_flags(pairing, most)),
     )
 

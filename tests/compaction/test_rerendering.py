@@ -18,6 +18,7 @@ from compaction.trajectory import NotUsable, Said, Summarized, Trajectory, traje
 from tests.compaction.families import FAMILIES
 from tests.compaction.parts import CHATML, make_tokenizer, play, replies, small_settings
 
+WELL = ["cat a", *["cat a", "echo 42 > answer", "cat b"] * 5]
 LONG = ["cat a", "", "cat b\ncat a", "cat b", *["cat a", "echo 42 > answer", "cat b"] * 4]
 
 
@@ -39,8 +40,33 @@ def again(rollout: Rollout, renderer: ChatTemplateRenderer) -> Rollout:
     "changes", [{"cap": 9}, {"keep_recent": 0}, {"keep_recent": 3}, {"keep_task": True}, {"cap": 0}, {"max_turns": 6}]
 )
 def test_a_rollout_of_ours_comes_back_token_for_token(any_renderer: ChatTemplateRenderer, changes: dict[str, Any]):
-    rollout = made(any_renderer, **changes)
+    rollout = made(any_renderer, WELL, **changes)
     assert again(rollout, any_renderer).segments == rollout.segments
+
+
+def tokens(rollout: Rollout) -> list[list[int]]:
+    return [[*segment.context_ids.tolist(), -1, *segment.token_ids.tolist()] for segment in rollout.segments]
+
+
+def test_replies_that_were_no_action_stand_there_and_are_not_taught(any_renderer: ChatTemplateRenderer):
+    rollout = made(any_renderer, cap=9)
+    told = again(rollout, any_renderer)
+    assert tokens(told) == tokens(rollout)
+    bad = [
+        turn.action
+        for turn in rollout.turns
+        if load_scaffold("shell-line").parse(turn.action, "stop").kind == "malformed"
+    ]
+    assert len(bad) == 2
+    untaught = [
+        any_renderer.decode(run)
+        for new, old in zip(told.segments, rollout.segments, strict=True)
+        for run in runs(new.token_ids, old.optimized & ~new.optimized)
+    ]
+    assert untaught == bad
+    assert not any(
+        (new.optimized & ~old.optimized).any() for new, old in zip(told.segments, rollout.segments, strict=True)
+    )
 
 
 def test_compactions_are_among_what_comes_back(renderer: ChatTemplateRenderer):
@@ -50,12 +76,14 @@ def test_compactions_are_among_what_comes_back(renderer: ChatTemplateRenderer):
 def test_a_reply_that_was_cut_is_not_taught_to_end_there(renderer: ChatTemplateRenderer):
     rollout = made(renderer, ["cat a", "echo " + "a " * 60, "cat b"], max_response=12)
     assert rollout.turns[1].observation == " reply cut: too long"
-    assert again(rollout, renderer).segments == rollout.segments
+    told = again(rollout, renderer)
+    assert tokens(told) == tokens(rollout)
+    assert not any("echo" in renderer.decode(s.token_ids[s.optimized]) for s in told.segments)
 
 
 def test_each_text_is_trained_on_once_and_the_copied_tail_never(renderer: ChatTemplateRenderer):
     other = ChatTemplateRenderer(make_tokenizer(CHATML))
-    rollout = made(renderer, keep_recent=2)
+    rollout = made(renderer, WELL, keep_recent=2)
     student = rollout.settings.model_copy(
         update={"compaction": rollout.settings.compaction.model_copy(update={"window": 400})}
     )

@@ -149,9 +149,10 @@ def test_no_key_and_no_password_is_in_any_file(teacher: Teacher, collected: dict
 
 def test_the_printed_command_trains_a_student_on_the_file(teacher: Teacher, collected: dict[str, Any]) -> None:
     words = shlex.split(collected["next"].replace("STUDENT", str(teacher.student)))
-    planned = teacher.command(*words[1:], "--dry-run")
+    planned = teacher.command(*words[words.index("reproduce") :], "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert "sft seed 0" in planned.stdout
+    assert "ppo" not in planned.stdout
     done = teacher.command(*teacher.reproduce(collected["trajectories"], "--json"))
     assert done.returncode == 0, done.stderr[-3000:]
     sft = manifest(teacher, json.loads(done.stdout), "sft")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.runs import RunFolder, all_runs, create_run, find_run
+from flows.runs import COLLECTED, RunFolder, all_runs, create_run, find_run
 from flows.services import Home
-from tasks.errors import UserError
+from tasks.errors import CommandError, UserError
 
 
 @pytest.fixture
@@ -33,6 +33,22 @@ def test_a_run_is_found_by_every_name_it_has(home: Home) -> None:
     assert find_run(home, "latest").name == second.name
     for name in (first.name, str(first.path), "abc123", "abc"):
         assert find_run(home, name).name == first.name
+
+
+def test_a_run_that_was_refused_before_its_first_stage_is_not_the_latest(home: Home) -> None:
+    first, refused = make(home), make(home)
+    refused.update(status="failed", stages=[])
+    assert find_run(home, "latest").name == first.name
+    refused.update(stages=[{"name": "sft"}])
+    assert find_run(home, "latest").name == refused.name
+
+
+def test_a_run_of_collect_says_that_it_has_no_scores(home: Home) -> None:
+    run = make(home)
+    (run.path / COLLECTED).write_text("{}")
+    run.update(status="ok")
+    with pytest.raises(CommandError, match="collected trajectories"):
+        run.read_results()
 
 
 def test_a_full_name_wins_over_a_beginning(home: Home) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ AGENT = AgentSettings(compaction=CompactionSettings(window=4_096, threshold=512,
 
 @pytest.fixture
 def pairing() -> Pairing:
-    stages = [trained_stage("sft", "expert rollouts", 300, 7, {}), trained_stage("ppo", "the trail world", 40, 7, {})]
+    how = {"ppo": {"train_summaries": True}, "engine": "vllm"}
+    stages = [trained_stage("sft", "expert rollouts", 300, 7, {}), trained_stage("ppo", "the trail world", 40, 7, how)]
     return pairing_of(AGENT, "org/model", stages)
 
 
@@ -35,7 +37,7 @@ def result(cap: int, score: float, *, window: int = 4_096, temperature: float = 
 
 
 def evaluated(*cells: CellResult, most: int = 3) -> Evaluated:
-    return Evaluated("20261130-1200-tiny", "trail/test", cells, most)
+    return Evaluated("20261130-1200-tiny", "compactionrl", "trail/test", cells, most)
 
 
 def row(text: str, name: str) -> list[str]:
@@ -75,8 +77,29 @@ def test_the_pairing_and_the_training_are_tables(pairing: Pairing) -> None:
     ):
         assert line in text
     assert row(text, "thinking before each action")[1] == "as the chat template says"
-    assert row(text, "ppo")[1:4] == ["the trail world", "40", "7"]
+    assert row(text, "ppo")[1:5] == ["the trail world", "40", "7", "vllm"]
     assert f"torch {pairing.training[-1].versions['torch']}" in text
+
+
+def test_it_says_what_of_the_summaries_was_trained(pairing: Pairing) -> None:
+    sft, ppo = pairing.training
+    untrained = ppo.model_copy(update={"settings": {"ppo": {"train_summaries": False}}})
+    said = {
+        "Its summaries were trained with its actions": {},
+        "its summaries were not": {"training": (sft, untrained)},
+        "in a single window": {"cap": 0},
+        "not trained by reward": {"training": (sft,)},
+    }
+    for words, changes in said.items():
+        text = " ".join(card_text(pairing.model_copy(update=changes)).split())
+        assert [other for other in said if other in text] == [words]
+
+
+def test_a_run_that_finds_the_same_scores_again_does_not_claim_them(checkpoint: Path) -> None:
+    write_card(checkpoint, evaluated(result(3, 0.5)))
+    before = (checkpoint / CARD).read_text()
+    write_card(checkpoint, replace(evaluated(result(3, 0.5)), run="20261201-0000-tiny"))
+    assert (checkpoint / CARD).read_text() == before
 
 
 def test_scores_are_those_at_the_training_point(pairing: Pairing) -> None:
@@ -86,7 +109,7 @@ def test_scores_are_those_at_the_training_point(pairing: Pairing) -> None:
     assert single[1].startswith("0.250 [")
     assert compacted[1].startswith("0.750 [")
     assert compacted[2:] == ["4", "1", "trail/test"]
-    assert "From run `20261130-1200-tiny`" in text
+    assert "From run `20261130-1200-tiny`, as variant `compactionrl`." in text
 
 
 def test_a_variant_trained_without_compaction_is_measured_with_it_too(pairing: Pairing) -> None:
