@@ -162,8 +162,11 @@ def _pairing(training: Training, sft: StageOutcome, critic: StageOutcome | None)
     steps = {"ppo": training.ppo.steps}
     if critic is not None:
         steps = {"critic": critic.manifest.settings["ppo"]["steps"]} | steps
-    how: dict[str, Any] = {"ppo": training.ppo.model_dump(mode="json"), "trainer": training.trainer.model_dump(mode="json")}
-    how["engine"] = training.engine
+    how = {
+        "ppo": training.ppo.model_dump(mode="json"),
+        "trainer": training.trainer.model_dump(mode="json"),
+        "engine": training.engine,
+    }
     for stage, count in steps.items():
         words = f"{data}, {training.ppo.batch_size} rollouts a step"
         trained.append(trained_stage(stage, words, count, training.seed, how))
