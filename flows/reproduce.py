@@ -63,7 +63,7 @@ def describe(plan: Plan, options: RunOptions) -> dict[str, Any]:
 
 def described_model(experiment: Experiment) -> str | None:
     """What is trained, and from where; None where a model behind an endpoint is asked."""
-    if experiment.sft is None:
+    if experiment.sft is None or experiment.engine == "openai":
         return None
     model = experiment.sft.model
     if model is None:

@@ -5,7 +5,9 @@ Imports no torch: a driver that only waits for others does not need it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl.errors import NotEnoughGpus
 
+WATCH_SECONDS = 5.0
+"""Between two looks at how far a call is"""
+
+logger = logging.getLogger(__name__)
 PROCESS_DIED = (ActorDiedError, ActorUnavailableError, OutOfMemoryError, WorkerCrashedError)
 
 
@@ -82,6 +88,30 @@ async def result_of(reference: Any) -> Any:
         while isinstance(cause, RayTaskError):
             cause = cause.cause
         raise cause from error
+
+
+@asynccontextmanager
+async def watched(ask: Callable[[], Any], tell: Callable[[Any], None] | None) -> AsyncIterator[None]:
+    """Inside, `tell` gets every few seconds what the call that `ask` makes answers; nothing while its process is dead.
+    None: nobody wants to know."""
+
+    async def watch(tell: Callable[[Any], None]) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                tell(await result_of(ask()))
+            except PROCESS_DIED:
+                continue
+            except Exception as error:
+                logger.warning("no more progress of this call (%s: %s)", type(error).__name__, error)
+                return
+
+    watching = None if tell is None else asyncio.create_task(watch(tell))
+    try:
+        yield
+    finally:
+        if watching is not None:
+            watching.cancel()
 
 
 def one_thread() -> None:

@@ -28,7 +28,7 @@ from compaction.rollout import Outcome, Rollout
 from compaction.storage import read_rollouts, write_rollouts
 from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
 from rl.errors import CheckpointError, WorkerDied, WorkerLost
-from rl.remote import PROCESS_DIED, Seat, actor, one_thread, result_of
+from rl.remote import PROCESS_DIED, Seat, actor, one_thread, result_of, watched
 from rl.requests import RolloutRequest
 from rl.rows import Row
 from rl.serving import ServedEngine, Serving
@@ -38,9 +38,6 @@ from rl.weight_transfer import WeightSender
 
 MAX_DEATHS = 5
 """Deaths in a row after which a worker is not replaced: a task that kills its worker must not do so for ever"""
-
-WATCH_SECONDS = 5.0
-"""Between two looks at how far a call is"""
 
 SEND_SECONDS = 300.0
 """How long a transfer from GPU to GPU may take"""
@@ -151,24 +148,9 @@ class RolloutWorker:
         Raises WorkerLost when the actor keeps dying, and what a rollout raises before it starts (WindowTooSmall).
         """
         call = uuid4().hex
-        watching = asyncio.create_task(self._watch(call, on_finished)) if on_finished else None
-        try:
+        async with watched(lambda: self._actor.finished.remote(call), on_finished):
             rollouts: list[Rollout] = await self._until_answered("rollouts", requests, call)
-        finally:
-            if watching is not None:
-                watching.cancel()
         return rollouts
-
-    async def _watch(self, call: str, on_finished: Callable[[int], None]) -> None:
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            try:
-                on_finished(await result_of(self._actor.finished.remote(call)))
-            except PROCESS_DIED:
-                continue  # `rollouts` itself sees to that
-            except Exception as error:
-                logger.warning("no more progress of this call (%s: %s)", type(error).__name__, error)
-                return
 
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """One attempt of one rollout, beside others. Raises WorkerDied once a dead actor is replaced."""

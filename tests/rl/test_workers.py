@@ -15,7 +15,7 @@ import torch
 
 from compaction.protocols import EngineError
 from compaction.window import WindowTooSmall
-from rl import workers
+from rl import remote, workers
 from rl.checkpoint import latest_checkpoint
 from rl.errors import CheckpointError, CheckpointNotFound, TrainingDiverged, WorkerLost
 from rl.models import load_policy
@@ -88,7 +88,7 @@ def test_a_killed_worker_is_replaced_with_its_weights_and_makes_the_same_rollout
 def test_a_long_call_says_how_far_it_is(
     worker: RolloutWorker, small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "WATCH_SECONDS", 0.05)
     flag = tmp_path / "at-work"
     held = HeldTask("held", flag=str(flag))
     agent = agent_settings(small_checkpoint)
