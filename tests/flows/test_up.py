@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from evaluation.results import CellResult
 from evaluation.tasksets.harbor_export import export_trail
@@ -96,20 +97,35 @@ class Prefect:
 
     def __init__(self, home: Path) -> None:
         self.page = json.loads((home / "up.json").read_text())["prefect"]
-        self.client = httpx.Client(base_url=f"{self.page}/api", timeout=60)
+
+    @retry(
+        retry=retry_if_result(lambda answer: answer.status_code == 503),
+        wait=wait_fixed(0.2),
+        stop=stop_after_delay(60),
+        retry_error_callback=lambda last: last.outcome.result() if last.outcome else None,
+    )
+    def call(self, method: str, path: str, content: Any = None) -> httpx.Response:
+        """Ask again on 503, as Prefect's own client does: with SQLite, two that write at once are not both served."""
+        return httpx.request(method, f"{self.page}/api{path}", json=content, timeout=60)
 
     def find(self, flow: str) -> dict[str, Any] | None:
-        answer = self.client.get(f"/deployments/name/{flow}/served")
+        answer = self.call("GET", f"/deployments/name/{flow}/served")
         return answer.json() if answer.status_code == 200 else None
 
     def ask(self, flow: str, **parameters: Any) -> httpx.Response:
         deployment = self.find(flow)
         assert deployment is not None
         content = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
-        return self.client.post(f"/deployments/{deployment['id']}/create_flow_run", json=content)
+        return self.call("POST", f"/deployments/{deployment['id']}/create_flow_run", content)
+
+    def start(self, flow: str, **parameters: Any) -> str:
+        """The id of the flow run that was asked for."""
+        answer = self.ask(flow, **parameters)
+        assert answer.status_code == 201, answer.text
+        return answer.json()["id"]
 
     def state(self, flow_run_id: str) -> dict[str, Any]:
-        return self.client.get(f"/flow_runs/{flow_run_id}").json()["state"]
+        return self.call("GET", f"/flow_runs/{flow_run_id}").json()["state"]
 
     def ended(self, flow_run_id: str) -> dict[str, Any] | None:
         state = self.state(flow_run_id)
@@ -117,7 +133,7 @@ class Prefect:
 
     def of_run(self, what: str, flow_run_id: str) -> list[dict[str, Any]]:
         chosen = {"flow_runs": {"id": {"any_": [flow_run_id]}}}
-        return self.client.post(f"/{what}/filter", json=chosen).json()
+        return self.call("POST", f"/{what}/filter", chosen).json()
 
 
 def run_of(home: Path, flow_run_id: str) -> dict[str, Any] | None:
@@ -150,7 +166,7 @@ def test_links_answer_and_a_second_up_says_where_the_first_is(home: Path, up: su
 
 def test_a_run_that_prefect_starts_is_one_like_any_other(home: Path, up: subprocess.Popen[str]) -> None:
     prefect = Prefect(home)
-    flow_run_id = prefect.ask("reproduce", preset="smoke", variants=["base"], overrides=SMALL).json()["id"]
+    flow_run_id = prefect.start("reproduce", preset="smoke", variants=["base"], overrides=SMALL)
     state = wait_for(lambda: prefect.ended(flow_run_id), up)
     assert (state["type"], state["name"]) == ("COMPLETED", "Completed"), state["message"]
     run = run_of(home, flow_run_id)
@@ -180,11 +196,11 @@ def test_a_mistake_in_the_form_is_one_message_and_no_run(home: Path, up: subproc
     refused = prefect.ask("reproduce", variants=["bse"])
     assert refused.status_code == 409
     assert "'bse' is not one of ['zero-shot', 'base'" in refused.text
-    flow_run_id = prefect.ask("sweep", preset="tiny", overrides=["ppo.stpes=1"]).json()["id"]
+    flow_run_id = prefect.start("sweep", preset="tiny", overrides=["ppo.stpes=1"])
     state = wait_for(lambda: prefect.ended(flow_run_id), up)
     assert state["type"] == "FAILED"
     assert state["message"].startswith("preset tiny: unknown key ppo.stpes; did you mean ppo.steps?")
-    logs = prefect.client.post("/logs/filter", json={"logs": {"flow_run_id": {"any_": [flow_run_id]}}}).json()
+    logs = prefect.call("POST", "/logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run_id]}}}).json()
     assert not any("Traceback" in line["message"] for line in logs)
     assert len(list(home.glob("runs/*"))) == runs
 
@@ -203,9 +219,9 @@ def test_a_deployment_trains_in_containers_and_sweeps_its_checkpoint_on_real_tas
     ]
     axes = {"windows": [4096], "caps": [0, 1], "keep_recent": [0]}
     prefect = Prefect(home)
-    flow_run_id = prefect.ask(
+    flow_run_id = prefect.start(
         "sweep", preset="smoke", variants=["compactionrl"], dataset="bench12", **axes, overrides=overrides
-    ).json()["id"]
+    )
     state = wait_for(lambda: prefect.ended(flow_run_id), up)
     assert (state["type"], state["name"]) == ("COMPLETED", "Completed"), state["message"]
     run = run_of(home, flow_run_id)
@@ -224,10 +240,10 @@ def test_a_deployment_trains_in_containers_and_sweeps_its_checkpoint_on_real_tas
 def test_cancelling_ends_everything_of_a_run(home: Path, up: subprocess.Popen[str]) -> None:
     prefect = Prefect(home)
     overrides = [*SMALL, "sft.sft.stages=[{steps: 1000000, tokens_per_step: 500}]"]
-    flow_run_id = prefect.ask("reproduce", preset="smoke", variants=["base"], overrides=overrides).json()["id"]
+    flow_run_id = prefect.start("reproduce", preset="smoke", variants=["base"], overrides=overrides)
     wait_for(lambda: any("ray::" in p.name() for p in processes_of_run(home, flow_run_id)), up)
     started = time.monotonic()
-    prefect.client.post(f"/flow_runs/{flow_run_id}/set_state", json={"state": {"type": "CANCELLING"}})
+    prefect.call("POST", f"/flow_runs/{flow_run_id}/set_state", {"state": {"type": "CANCELLING"}})
     state = wait_for(lambda: prefect.ended(flow_run_id), up)
     wait_for(lambda: not processes_of_run(home, flow_run_id), up)
     print(f"cancelled in {time.monotonic() - started:.1f} s")
