@@ -125,7 +125,9 @@ def format_bytes(size: float) -> str:
 
 
 def _table(entries: list[Entry], home: Home) -> Table:
-    table = Table("what", "name", "size", "", "", title=str(home.root), title_justify="left")
+    table = Table(title=str(home.root), title_justify="left")
+    for column in ("what", "name", "size", "", ""):
+        table.add_column(column, overflow="fold")
     for entry in entries:
         verdict = "[red]remove[/]" if entry.removable else "keep"
         table.add_row(entry.what, entry.path.name, format_bytes(entry.size), verdict, entry.why)

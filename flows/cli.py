@@ -205,6 +205,10 @@ def show(
     rollout: Annotated[
         int | None, typer.Option("--rollout", "-r", help="Number of the rollout to read.", show_default=False)
     ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(help="List only stages whose title has this text.", metavar="TEXT", show_default=False),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Unfold every turn.")] = False,
 ) -> None:
     """List a run's rollouts, or read one: its turns, what was dropped, the summary, what was kept.
@@ -212,6 +216,8 @@ def show(
     [bold]Examples[/]
 
     compactionrl show latest
+
+    compactionrl show latest --stage "evaluate compactionrl"
 
     compactionrl show latest --rollout 3 --full
     """
@@ -221,7 +227,7 @@ def show(
         from flows.services import Home
         from flows.show import show_run
 
-        show_run(Home.locate(), run, rollout, full=full)
+        show_run(Home.locate(), run, rollout, stage=stage, full=full)
 
 
 @app.command()

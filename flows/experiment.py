@@ -140,8 +140,9 @@ class Experiment(Settings):
     def _somebody_acts(self) -> Experiment:
         if self.engine != "openai" and self.sft is None and self.collect is None:
             raise ValueError(
-                f"engine {self.engine} trains a model and needs sft (take a preset that has it, such as tiny), or asks "
-                "a stronger one and needs collect (--dataset bench12 --base-url http://HOST:PORT/v1 --model NAME)"
+                f"engine {self.engine} trains a model and needs sft: take a preset that has it, such as tiny, or give "
+                "what to fine-tune on, --set 'sft.data=[{trajectories: FILE}]'. To ask a stronger model: compactionrl "
+                "collect --dataset bench12 --base-url http://HOST:PORT/v1 --model NAME"
             )
         if self.engine != "openai" and (self.endpoint or self.summary_endpoint):
             raise ValueError(

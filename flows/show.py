@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 
+from rich import box
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
@@ -25,24 +29,41 @@ FOLDED_LINES = 3
 
 @dataclass(frozen=True)
 class Found:
-    """A rollout and where it comes from."""
+    """A rollout, its number in the run and where it comes from."""
 
+    number: int
     source: str
     rollout: Rollout
 
 
-def show_run(home: Home, name: str, number: int | None, *, full: bool = False, console: Console | None = None) -> None:
-    """List the rollouts of a run (or of a Parquet file), or show the one of that number. Raises UserError."""
+def show_run(
+    home: Home,
+    name: str,
+    number: int | None,
+    *,
+    stage: str | None = None,
+    full: bool = False,
+    console: Console | None = None,
+) -> None:
+    """List the rollouts of a run (or of a Parquet file), or show the one of that number.
+
+    With `stage` the list is of the stages whose title has that text; numbers stay those of the whole run. Raises
+    UserError.
+    """
     console = console or Console()
-    found = [found for path, source in _files(home, name) for found in _read(path, source)]
-    if not found:
+    read = [(source, rollout) for path, source in _files(home, name) for rollout in _read(path)]
+    if not read:
         raise UserError(f"{name}: no rollouts kept; evaluation and training stages keep them once they are finished")
+    found = [Found(number, source, rollout) for number, (source, rollout) in enumerate(read)]
     if number is None:
-        console.print(_listing(found))
-        console.print(f"Read one: compactionrl show {name} --rollout 0", highlight=False)
+        listed = _of_stage(found, name, stage)
+        for source, of_source in groupby(listed, key=lambda one: one.source):
+            console.print(_listing(source, list(of_source)))
+        console.print(f"Read one: compactionrl show {name} --rollout {listed[0].number}", highlight=False)
         return
     if not 0 <= number < len(found):
         raise UserError(f"{name} has rollouts 0 to {len(found) - 1}; --rollout {number} is not among them")
+    console.print(Text(found[number].source, "bold"))
     console.print(render_rollout(found[number].rollout, full=full))
 
 
@@ -75,22 +96,35 @@ def _files(home: Home, name: str) -> list[tuple[Path, str]]:
     return files
 
 
-def _read(path: Path, source: str) -> list[Found]:
+def _read(path: Path) -> list[Rollout]:
     try:
-        return [Found(source, rollout) for rollout in read_rollouts(path)]
+        return list(read_rollouts(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} holds no readable rollouts: {error}") from error
 
 
-def _listing(found: list[Found]) -> Table:
-    table = Table()
-    for name in ("#", "stage", "task", "reward", "turns", "compactions", "summary tokens", "stopped"):
-        table.add_column(name, overflow="fold")
-    for number, item in enumerate(found):
-        rollout = item.rollout
+def _of_stage(found: list[Found], name: str, stage: str | None) -> list[Found]:
+    listed = [one for one in found if stage is None or stage in one.source]
+    if not listed:
+        stages = "".join(f"\n  {source}" for source in dict.fromkeys(one.source for one in found))
+        raise UserError(f"{name}: no stage with rollouts has {stage!r} in its title; there are:{stages}")
+    return listed
+
+
+def _listing(source: str, found: Sequence[Found]) -> Table:
+    rewards = [one.rollout.outcome.reward for one in found]
+    scored = [reward for reward in rewards if reward is not None]
+    mean = f"mean reward {fmean(scored):.3f}" if scored else "no reward"
+    title = Text.assemble((source, "bold"), (f"\n{_counted(len(found), 'rollout')}, {mean}", "dim"))
+    table = Table(
+        title=title, title_style="", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for name in ("#", "task", "reward", "turns", "compactions", "summary tokens", "stopped"):
+        table.add_column(name, overflow="fold", no_wrap=name not in ("task", "summary tokens"))
+    for one in found:
+        rollout = one.rollout
         table.add_row(
-            str(number),
-            escape(item.source),
+            str(one.number),
             escape(rollout.task_id),
             _reward(rollout),
             str(len(rollout.turns)),
@@ -120,7 +154,7 @@ def _turn(number: int, turn: TurnRecord, full: bool) -> Text:
     )
     text.append("\n".join(f"      {line}" for line in shown))
     if hidden := len(lines) - len(shown):
-        text.append(f"\n      … {hidden} more {'line' if hidden == 1 else 'lines'}", "dim")
+        text.append(f"\n      … {_counted(hidden, 'more line')}", "dim")
     return text
 
 
@@ -143,18 +177,18 @@ def _compaction(record: CompactionRecord) -> Panel:
         share = 1 - record.tokens_after / record.tokens_before
         title, style = f"compaction: {before} → {record.tokens_after:,} tokens (−{share:.0%})", "magenta"
     body = Text()
-    body.append(f"dropped: {_turns(record.dropped)} folded into the summary\n", "dim")
+    body.append(f"dropped: {_counted(record.dropped, 'turn')} folded into the summary\n", "dim")
     for attempt in record.discarded:
         body.append(f"rejected: {attempt}\n", "red dim")
     body.append(record.summary or "(empty)")
     if record.tokens_after is not None:
-        kept = f"the last {_turns(record.kept)}, verbatim" if record.kept else "nothing else"
+        kept = f"the last {_counted(record.kept, 'turn')}, verbatim" if record.kept else "nothing else"
         body.append(f"\nkept: {kept}", "dim")
     return Panel(body, title=escape(title), title_align="left", border_style=style)
 
 
-def _turns(n: int) -> str:
-    return f"{n} {'turn' if n == 1 else 'turns'}"
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what if n == 1 else f'{what}s'}"
 
 
 def _ending(rollout: Rollout) -> Text:

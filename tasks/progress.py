@@ -86,7 +86,7 @@ class _LiveSink:
         try:
             yield stage
         except BaseException as error:
-            self.progress.console.print(f"[red]✗[/] {escape(title)} · {type(error).__name__}")
+            self.progress.console.print(f"[red]✗[/] {escape(title)} · {_ended_by(error)}")
             raise
         else:
             seconds = time.monotonic() - started
@@ -122,7 +122,7 @@ class _LineSink:
         try:
             yield stage
         except BaseException as error:
-            self.write(f"{_clock()} {title}: stopped after {stage.seconds:.0f} s by {type(error).__name__}")
+            self.write(f"{_clock()} {title}: {_ended_by(error)} after {stage.seconds:.0f} s")
             raise
         self.write(f"{_clock()} {title}: done in {stage.seconds:.0f} s {stage.shown}".rstrip())
 
@@ -160,6 +160,11 @@ class LineWriter(Protocol):
 def show_metrics(metrics: Mapping[str, float | None]) -> str:
     """`reward 0.512 · kl 0.0031`: the names without their group."""
     return " · ".join(f"{name.rpartition('/')[2]} {value:.3g}" for name, value in metrics.items() if value is not None)
+
+
+def _ended_by(error: BaseException) -> str:
+    """What failed is told where the command ends; Ctrl-C, TERM and a cancelled flow run are no failures."""
+    return "failed" if isinstance(error, Exception) else "interrupted"
 
 
 def _clock() -> str:

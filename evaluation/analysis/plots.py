@@ -114,7 +114,9 @@ def write_run_curves(
         for axes, (label, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
             for number, by_variant in enumerate(lines):
                 for variant, seeds in by_variant.items():
-                    axes.plot(*_mean_line(seeds), color=look(variant).colour, **_run_style(number))
+                    steps, means = _mean_line(seeds)
+                    marker = "o" if len(steps) == 1 else ""  # a line of one point is nothing to see
+                    axes.plot(steps, means, color=look(variant).colour, marker=marker, **_run_style(number))
             _step_axis(axes, label)
         handles = [Line2D([], [], color=look(variant).colour, label=variant) for variant in sort_variants(drawn)]
         handles += [Line2D([], [], color=INK, label=run, **_run_style(number)) for number, run in enumerate(runs)]

@@ -11,7 +11,7 @@ from rich.console import Console
 from compaction.rollout import CallRecord, CompactionRecord, Outcome, Rollout, Segment, TurnRecord
 from compaction.settings import AgentSettings
 from compaction.storage import write_rollouts
-from flows.runs import create_run
+from flows.runs import create_run, find_run
 from flows.services import Home
 from flows.show import show_run
 from tasks.errors import UserError
@@ -57,17 +57,31 @@ def home(tmp_path: Path) -> Home:
     return home
 
 
-def shown(home: Home, name: str, number: int | None = None, *, full: bool = False) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
-    show_run(home, name, number, full=full, console=console)
+def shown(home: Home, name: str, number: int | None = None, *, stage: str | None = None, full: bool = False) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_run(home, name, number, stage=stage, full=full, console=console)
     return console.export_text()
 
 
 def test_the_list_has_a_line_per_rollout(home: Home) -> None:
-    text = shown(home, "latest")
-    assert "trail-3" in text
-    assert "trail-4" in text
-    assert "none" in text
+    lines = [line.split() for line in shown(home, "latest").splitlines()]
+    assert ["0", "trail-3", "1", "3", "1", "2", "finished"] in lines
+    assert ["1", "trail-4", "none", "0", "0", "–", "error"] in lines
+    assert ["2", "rollouts,", "mean", "reward", "1.000"] in lines
+
+
+def test_the_list_of_some_stages_keeps_the_numbers_of_all(home: Home) -> None:
+    critic = home.stages / "critic-1"
+    critic.mkdir()
+    write_rollouts(critic / "rollouts.parquet", [FAILED])
+    find_run(home, "latest").update(stages=[{"folder": "evaluate-1"}, {"folder": "critic-1"}])
+    lines = [line.split() for line in shown(home, "latest", stage="critic").splitlines()]
+    assert ["2", "trail-4", "none", "0", "0", "–", "error"] in lines
+    assert ["1", "rollout,", "no", "reward"] in lines
+    assert not any("trail-3" in line for line in lines)
+    assert ["Read", "one:", "compactionrl", "show", "latest", "--rollout", "2"] in lines
+    with pytest.raises(UserError, match=r"no stage .* has 'ppo' in its title; there are:\n  evaluate-1\n  critic-1"):
+        shown(home, "latest", stage="ppo")
 
 
 def test_a_rollout_reads_from_first_turn_to_grade(home: Home) -> None:

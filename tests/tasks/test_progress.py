@@ -36,14 +36,17 @@ def test_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_a_stage_that_fails_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("error", "said"), [(ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")])
+def test_a_stage_that_does_not_finish_says_how_it_ended(
+    error: type[BaseException], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (
-        pytest.raises(ZeroDivisionError),
+        pytest.raises(error),
         open_progress("auto", Console(file=io.StringIO())) as sink,
         sink.stage("sft", 3, "rows"),
     ):
-        raise ZeroDivisionError
-    assert "stopped after" in capsys.readouterr().err
+        raise error
+    assert f"sft: {said} after" in capsys.readouterr().err
 
 
 def test_bars_on_a_terminal() -> None:
