@@ -1,11 +1,13 @@
 """LoRA: a model's own weights stay as they are, and small adapters beside its decoder's linear layers learn.
 
-An adapter adds (alpha / rank) · B · A to a layer's weight. B is zero at the start, so that the first forward pass is
+A mixture's experts and its router, which `transformers` holds as parameters, are linear layers too. An adapter adds
+(alpha / rank) · B · A to a layer's weight. B is zero at the start, so that the first forward pass is
 the model's own, bit for bit. Whoever serves or keeps the model gets the sums, under the model's own names.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +40,10 @@ def add_adapters(model: Any, decoder: Any, settings: LoraSettings) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, lora_dropout=0.0)
-        inject_adapter_in_model(config, decoder, adapter_name=ADAPTER)
+        with warnings.catch_warnings():
+            # Of what peft itself set for fused experts, and then does not look for among parameters.
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
+            inject_adapter_in_model(config, decoder, adapter_name=ADAPTER)
     for parameter in decoder.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -50,16 +55,24 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
     The sums are of the weights' own precision: what is sampled with, saved and evaluated is the same.
     """
+    adapters = {
+        _own_name(f"{name}.{getattr(module, 'parameter_name', 'weight')}"): module  # experts are adapted as parameters
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
     weights = {}
     for name, tensor in model.state_dict().items():
         if ".lora_" in name:
             continue
-        layer, adapted, own = name.partition(".base_layer.")
-        if own == "weight":
-            delta = model.get_submodule(layer).get_delta_weight(ADAPTER)  # type: ignore[operator]
-            tensor = (tensor + delta).to(tensor.dtype)
-        weights[f"{layer}.{own}" if adapted else name] = tensor
+        if adapter := adapters.get(own := _own_name(name)):
+            tensor = (tensor + adapter.get_delta_weight(ADAPTER)).to(tensor.dtype)
+        weights[own] = tensor
     return weights
+
+
+def _own_name(name: str) -> str:
+    """Without what adapters put around a layer, once for each parameter of it that they adapt."""
+    return name.replace(".base_layer", "")
 
 
 def learned_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ def load_policy(folder: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     Eval mode also while training: dropout would make the first update's ratio differ from 1.
     Raises CheckpointNotFound, and ValueError for a model whose logits are more than its head on its last hidden state.
     """
-    model = AutoModelForCausalLM.from_pretrained(_checked(folder), dtype=dtype, attn_implementation="sdpa")
+    model = _loaded(AutoModelForCausalLM, folder, dtype)
     _check_plain_head(model)
     return model.eval()
 
@@ -60,7 +60,7 @@ class Critic(nn.Module):
 
 def load_critic(folder: Path | str, dtype: torch.dtype = torch.float32) -> Critic:
     """A critic that starts from a policy's checkpoint (paper section "Method": backbone plus scalar value head)."""
-    backbone = AutoModel.from_pretrained(_checked(folder), dtype=dtype, attn_implementation="sdpa")
+    backbone = _loaded(AutoModel, folder, dtype)
     hidden_size = AutoConfig.from_pretrained(folder).get_text_config().hidden_size
     return Critic(backbone, hidden_size).to(dtype).eval()
 
@@ -109,6 +109,12 @@ def _hidden_at(decoder: Any, batch: MicroBatch) -> torch.Tensor:
     rows = {} if lengths is None else packing_inputs(lengths, batch.token_ids.device)
     hidden = decoder(input_ids=batch.token_ids, use_cache=False, **rows).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, batch.read)
+
+
+def _loaded(kind: Any, folder: Path | str, dtype: torch.dtype) -> Any:
+    # The grouped product that transformers runs experts by knows no float64.
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return kind.from_pretrained(_checked(folder), dtype=dtype, attn_implementation="sdpa", **experts)
 
 
 def _checked(folder: Path | str) -> Path:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from rl.batching import MicroBatch, micro_batches
+from rl.engines.weights import as_stored
 from rl.lora import add_adapters, learned_weights, load_learned_weights, merged_weights
 from rl.losses import critic_loss, policy_loss, predicted_values, token_weights
 from rl.master_weights import guarded_optimizer
@@ -143,6 +144,10 @@ class Trainer:
         """The policy's weights where they are, under the model's own names, adapters added in; valid until the next
         update."""
         return {name: tensor.detach() for name, tensor in merged_weights(self.policy).items()}
+
+    def stored_weights(self) -> dict[str, torch.Tensor]:
+        """`live_weights` under the names of a checkpoint's files, which are those that a vLLM knows."""
+        return as_stored(self.policy, self.live_weights())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of `live_weights` on the CPU, the tied head included under its own name."""

@@ -269,7 +269,7 @@ class TrainerActor:
     @cached_property
     def _sender(self) -> WeightSender:
         assert self._transfer is not None
-        return WeightSender(self._transfer.backend, self._trainer.live_weights, self._transfer.ranks)
+        return WeightSender(self._transfer.backend, self._trainer.stored_weights, self._transfer.ranks)
 
     def send_weights(self, actors: Sequence[Any]) -> int:
         """The policy to rollout actors, GPU to GPU; returns its version. Raises WorkerLost where one of them died."""

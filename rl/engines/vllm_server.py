@@ -38,9 +38,9 @@ class VllmServer:
         try:
             weights = CheckpointWeights(checkpoint)
             self._sync = HttpSync(self._address, checkpoint, settings.shared_folder)
-            self._sync.init_weight_transfer_engine({"max_length": max_length})
+            self._sync.init_weight_transfer_engine({"max_length": max_length, "fused": weights.fused})
             self._updates = WeightUpdates(self._sync, weights)
-            self._updates.load(weights.read(), 0)  # whatever it was started with, or trained with before
+            self._updates.load_checkpoint(0)  # whatever it was started with, or trained with before
         except BaseException:
             self._lease.release()
             raise

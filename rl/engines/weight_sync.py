@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compaction.protocols import EngineError
-from rl.engines.weights import Shapes, Tied, check_weights
+from rl.engines.weights import Shapes, Tied, as_stored, check_weights
 from rl.errors import UnsupportedModel
 
 UPDATE_SECONDS = 300.0
@@ -51,8 +51,9 @@ class WeightSync(Protocol):
 class CheckpointWeights:
     """What a checkpoint's weights are called and how large they are, and the weights themselves to fall back on.
 
-    Raises UnsupportedModel for a model whose weights are named otherwise in memory, where they are trained, than in its
-    files, which are what vLLM reads (fused experts, for one).
+    vLLM reads them by the names of the checkpoint's files, where a mixture's experts are one by one; trained are they
+    by the names of the model in memory, which holds experts fused. Raises UnsupportedModel where the one cannot be had
+    from the other.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -60,30 +61,40 @@ class CheckpointWeights:
 
         self._files = sorted(checkpoint.glob("*.safetensors"))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-        self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.tied: Tied = model.all_tied_weights_keys
+            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+        in_memory = self._model.state_dict()
+        self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in in_memory.items()}
+        self.tied: Tied = self._model.all_tied_weights_keys
+        names = set(as_stored(self._model, in_memory))
+        self.fused = names != set(self.shapes)
+        """Whether memory and files differ"""
         stored: set[str] = set()
         for file in self._files:
             with safe_open(file, framework="pt") as opened:
                 stored |= set(opened.keys())
-        if other := stored ^ (set(self.shapes) - (set(self.tied) - stored)):
+        if other := stored ^ (names - (set(self.tied) - stored)):
             raise UnsupportedModel(
-                f"{checkpoint}: weights are named otherwise in memory than in the files that vLLM reads (such as "
-                f"{sorted(other)[0]}); their updates would not arrive. Train a model whose names are the same"
+                f"{checkpoint}: weights are named otherwise in the files, which vLLM reads, than transformers would "
+                f"write them (such as {sorted(other)[0]}); their updates would not arrive. Load the model with "
+                "transformers, save it with save_pretrained, and train that"
             )
 
     def checked(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as vLLM must get them. Raises EngineError for what does not fit or is not finite.
+        """The weights as vLLM must get them, from the model's in memory.
 
-        Tied ones go with the others under their own name: on a CPU vLLM keeps a packed copy of the head, which no other
-        name renews.
+        Raises EngineError for what does not fit or is not finite.
         """
         check_weights(state_dict, self.shapes, self.tied)
-        return dict(state_dict) | {name: state_dict[source] for name, source in self.tied.items()}
+        return self._with_tied(as_stored(self._model, state_dict))
 
     def read(self) -> dict[str, Tensor]:
-        return {name: tensor for file in self._files for name, tensor in load_file(file).items()}
+        """The checkpoint's own, as vLLM must get them."""
+        return self._with_tied({name: tensor for file in self._files for name, tensor in load_file(file).items()})
+
+    def _with_tied(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tied ones go with the others under their own name: on a CPU vLLM keeps a packed copy of the head, which no
+        other name renews."""
+        return dict(stored) | {name: stored[source] for name, source in self.tied.items()}
 
 
 class WeightUpdates:
@@ -91,26 +102,32 @@ class WeightUpdates:
 
     def __init__(self, sync: WeightSync, checkpoint: CheckpointWeights) -> None:
         self._sync, self._checkpoint = sync, checkpoint
-        self._serving: Mapping[str, Tensor] | None = None
+        self._serving: dict[str, Tensor] | None = None
         """The weights last taken: those of the checkpoint as long as there are none"""
 
     def load(self, state_dict: Mapping[str, Tensor], version: int) -> None:
         """Raises EngineError for weights that do not fit or are not taken; the old ones keep serving. A vLLM that does
         not take even those back samples no more."""
-        weights = self._checkpoint.checked(state_dict)
+        self._update(self._checkpoint.checked(state_dict), version)
+
+    def load_checkpoint(self, version: int) -> None:
+        """The checkpoint's own weights, whatever serves. Raises as `load` does."""
+        self._update(self._checkpoint.read(), version)
+
+    def _update(self, weights: dict[str, Tensor], version: int) -> None:
         self._sync.start_weight_update()
         try:
             self._sync.update_weights({"state_dict": weights})
         except Exception as error:
             # What had arrived so far is of no use: the old weights again, whole.
             old = self._checkpoint.read() if self._serving is None else self._serving
-            self._sync.update_weights({"state_dict": self._checkpoint.checked(old)})
+            self._sync.update_weights({"state_dict": old})
             self._sync.finish_weight_update()
             raise EngineError(
                 f"vLLM did not take the weights of version {version} ({type(error).__name__}: {error}); the old ones "
                 "keep serving"
             ) from error
-        self._serving = state_dict
+        self._serving = weights
         self._sync.finish_weight_update(str(version))
 
 
@@ -169,13 +186,19 @@ class HttpSync:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Finds out whether the server is one that can be trained with. Raises EngineError."""
-        found = self._call("GET", "/server_info?config_format=json").json()["vllm_config"]["model_config"]
-        mode, longest = found["logprobs_mode"], found["max_model_len"]
+        config = self._call("GET", "/server_info?config_format=json").json()["vllm_config"]
+        mode, longest = config["model_config"]["logprobs_mode"], config["model_config"]["max_model_len"]
         if mode != "processed_logprobs":
             raise EngineError(f"the server's --logprobs-mode is {mode}; the one to train with is processed_logprobs")
         if longest < init_info["max_length"]:
             raise EngineError(
                 f"the server takes {longest} tokens, the window needs {init_info['max_length']}: --max-model-len"
+            )
+        if init_info["fused"] and config["device_config"]["device"] == "cpu":
+            raise EngineError(
+                f"the vLLM server {self._address} runs on a CPU, where it does not take new weights of a mixture's "
+                "experts right; serve it on a GPU, or leave loop.vllm.servers empty: vLLM then runs in the rollout "
+                "processes, which see to it"
             )
 
     def version(self, name: str) -> int:

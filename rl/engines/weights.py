@@ -34,6 +34,17 @@ def check_weights(state_dict: Mapping[str, Tensor], shapes: Shapes, tied: Tied) 
             raise EngineError(f"weights do not fit the model: {name} and {source} are tied but differ")
 
 
+def as_stored(model: Any, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of `model` under the names, and in the parts, of its checkpoint's files.
+
+    They differ where `transformers` fuses weights when it loads them: a mixture's experts, for one. What is the same is
+    not copied.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(state_dict)))
+
+
 @torch.no_grad()
 def load_in_place(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """Copies `state_dict` into the model's own tensors.

@@ -20,6 +20,7 @@ from rl.rows import Row
 from rl.settings import LoraSettings, SFTSettings, SFTStage, TrainerSettings
 from rl.sft import run_sft
 from rl.trainer import Trainer
+from tests.rl.engines.served import build
 from tests.rl.samples import random_rows
 
 LORA = LoraSettings(rank=4, alpha=8)
@@ -107,6 +108,23 @@ def test_merged_weights_give_the_adapters_logprobs(random_checkpoint: Path, tmp_
     merged = trainer(tmp_path / "policy", lora=None).logprobs(random_rows())
     np.testing.assert_allclose(flat(merged), adapted, rtol=0, atol=1e-5)
     assert not np.allclose(adapted, flat(trainer(random_checkpoint).logprobs(random_rows())), atol=1e-3), "it learned"
+
+
+@pytest.mark.parametrize("options", [{}, {"packed": True, "gradient_checkpointing": True}])
+def test_a_mixtures_experts_and_router_are_adapted_and_merged_too(tmp_path: Path, options: Any) -> None:
+    build("qwen3-experts").save_pretrained(tmp_path / "start")
+    before = load_policy(tmp_path / "start").state_dict()
+    t = trainer(tmp_path / "start", **options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in t.weights().items())
+    steps(t, 0, 3)
+    adapted = flat(t.logprobs(random_rows()))
+    t.save_policy(tmp_path / "policy")
+    merged = trainer(tmp_path / "policy", lora=None)
+    np.testing.assert_allclose(flat(merged.logprobs(random_rows())), adapted, rtol=0, atol=1e-5)
+    changed = {name for name, tensor in merged.weights().items() if not torch.equal(tensor, before[name])}
+    layer = {f"self_attn.{x}_proj.weight" for x in "qkvo"}
+    layer |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"}
+    assert changed == {f"model.layers.{i}.{name}" for i in range(2) for name in layer}
 
 
 def test_packing_and_gradient_checkpointing_change_nothing(random_checkpoint: Path) -> None:

@@ -20,6 +20,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rl.batching import micro_batches
@@ -38,6 +40,9 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, Any] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=8)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+    "qwen3 with experts": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    ),
     "mistral with a sliding window": lambda: MistralForCausalLM(MistralConfig(**SIZES, head_dim=8, sliding_window=5)),
 }
 

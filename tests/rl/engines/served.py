@@ -5,12 +5,16 @@ import asyncio
 import numpy as np
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from compaction.protocols import Completion, GenerateRequest
@@ -19,6 +23,9 @@ VOCABULARY = 120
 TOLERANCE = 1e-5
 END = 11
 """The end token of the models that vLLM serves"""
+
+MIXTURES = ("qwen3-experts", "glm4-experts")
+"""Mixtures of experts, which transformers fuses in memory"""
 
 
 def sizes(**more):
@@ -58,6 +65,27 @@ def build(kind="llama", *, eos=None, seed=0):
         )
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**sizes(num_attention_heads=4, num_key_value_heads=2)))
+    elif kind == "qwen3-experts":
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **sizes(num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=4, norm_topk_prob=True),
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+            )
+        )
+    elif kind == "glm4-experts":
+        model = Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                **sizes(num_attention_heads=4, num_key_value_heads=2, head_dim=32, use_qk_norm=True),
+                n_routed_experts=4,
+                n_shared_experts=1,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                first_k_dense_replace=1,
+                n_group=1,
+                topk_group=1,
+            )
+        )
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes(num_attention_heads=4, num_key_value_heads=2, head_dim=32)))
     with torch.no_grad():
