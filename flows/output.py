@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -115,7 +116,15 @@ def _cells(result: Mapping[str, Any]) -> list[CellResult]:
 def _result_table(result: Mapping[str, Any]) -> Table:
     columns, rows = result_rows(result)
     title = "Every setting" if result["sweep"] else "Results, beside the paper's"
-    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        leading=1,
+    )
     for number, column in enumerate(columns):
         table.add_column(column.removesuffix(" [95%]"), no_wrap=number == 0, overflow="fold")
     for row in rows:
