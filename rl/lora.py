@@ -28,7 +28,7 @@ def add_adapters(model: Any, decoder: Any, settings: LoraSettings) -> None:
     """Freezes `model` and puts adapters into `decoder`, the part of it that is run; the head stays as it is.
 
     Adapters are float32 where the weights are of lower precision. Raises MissingPackage without peft, and
-    UnsupportedModel for targets that the decoder has not.
+    UnsupportedModel for targets that the decoder has not, or holds fused with others.
     """
     check_adapters_installed()
     from peft import LoraConfig, inject_adapter_in_model
@@ -43,7 +43,10 @@ def add_adapters(model: Any, decoder: Any, settings: LoraSettings) -> None:
         with warnings.catch_warnings():
             # Of what peft itself set for fused experts, and then does not look for among parameters.
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
-            inject_adapter_in_model(config, decoder, adapter_name=ADAPTER)
+            try:
+                inject_adapter_in_model(config, decoder, adapter_name=ADAPTER)
+            except ValueError as error:
+                raise UnsupportedModel(f"lora.targets {settings.targets}: {error}") from error
     for parameter in decoder.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))

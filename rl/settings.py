@@ -73,7 +73,9 @@ class LoraSettings(Settings):
     rank: int = Field(16, ge=1, description="rank of each adapter: A is [rank, in], B is [out, rank]")
     alpha: float = Field(32.0, gt=0, description="an adapter's sum is scaled by alpha / rank")
     targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_target_names)] = Field(
-        "all-linear", description="the decoder's linear layers that get one: all-linear, or names such as q_proj,v_proj"
+        "all-linear",
+        description="the decoder's linear layers that get one: all-linear (a mixture's experts and router too), or "
+        "names such as q_proj,v_proj",
     )
 
 

@@ -85,6 +85,12 @@ def test_targets_that_are_not_there_are_refused_with_those_that_are(random_check
         trainer(random_checkpoint, lora=LoraSettings(targets=("q_proj", "lm_head")))
 
 
+def test_half_of_what_experts_hold_fused_is_refused(tmp_path: Path) -> None:
+    build("glm4-experts").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"lora.targets .*gate_proj.* without also targeting up_proj"):
+        trainer(tmp_path, lora=LoraSettings(targets=("q_proj", "gate_proj")))
+
+
 @pytest.mark.parametrize("change", [{"rank": 0}, {"alpha": 0}, {"dropout": 0.1}])
 def test_settings_out_of_range_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
