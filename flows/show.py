@@ -50,6 +50,8 @@ def show_run(
     With `stage` the list is of the stages whose title has that text; numbers stay those of the whole run. Raises
     UserError.
     """
+    if number is not None and stage is not None:
+        raise UserError("--stage chooses what is listed, --rollout reads one of any stage: leave one of them out")
     console = console or Console()
     read = [(source, rollout) for path, source in _files(home, name) for rollout in _read(path)]
     if not read:

@@ -62,7 +62,9 @@ def load_critic(folder: Path | str, dtype: torch.dtype = torch.float32) -> Criti
     """A critic that starts from a policy's checkpoint (paper section "Method": backbone plus scalar value head)."""
     backbone = _loaded(AutoModel, folder, dtype)
     hidden_size = AutoConfig.from_pretrained(folder).get_text_config().hidden_size
-    return Critic(backbone, hidden_size).to(dtype).eval()
+    critic = Critic(backbone, hidden_size)
+    critic.head.to(dtype)  # alone: of the backbone a few buffers stay in float32 whatever the precision
+    return critic.eval()
 
 
 def token_logprobs(

@@ -74,8 +74,8 @@ class LoraSettings(Settings):
     alpha: float = Field(32.0, gt=0, description="an adapter's sum is scaled by alpha / rank")
     targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_target_names)] = Field(
         "all-linear",
-        description="the decoder's linear layers that get one: all-linear (a mixture's experts and router too), or "
-        "names such as q_proj,v_proj",
+        description="the decoder's linear layers that get one: all-linear (not a mixture's experts), or names "
+        "such as q_proj,v_proj",
     )
 
 

@@ -6,7 +6,7 @@ and `update_policy` in either order: neither changes the advantages it was given
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -145,8 +145,8 @@ class Trainer:
         update."""
         return {name: tensor.detach() for name, tensor in merged_weights(self.policy).items()}
 
-    def stored_weights(self) -> dict[str, torch.Tensor]:
-        """`live_weights` under the names of a checkpoint's files, which are those that a vLLM knows."""
+    def stored_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`live_weights` under the names of the checkpoint's files, which are those that vLLM knows."""
         return as_stored(self.policy, self.live_weights())
 
     def weights(self) -> dict[str, torch.Tensor]:

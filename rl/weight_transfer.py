@@ -6,7 +6,7 @@ vLLM drives it over four methods of a client (see rl.engines.weight_sync); here 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl.engines.vllm_version import require_vllm
 
-Weights = Callable[[], Mapping[str, Tensor]]
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class RolloutActors:
@@ -52,7 +52,7 @@ class WeightSender:
     """Sends the policy to the replicas; a replica that was replaced is found and joined anew."""
 
     def __init__(self, backend: str, weights: Weights, ranks: int) -> None:
-        """`weights`: the policy's tensors where they are, by the names of its checkpoint; `ranks`: GPUs per replica.
+        """`weights`: the policy's tensors by the names of its checkpoint's files; `ranks`: GPUs per replica.
 
         Raises MissingPackage.
         """
@@ -74,13 +74,14 @@ class WeightSender:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         weights = self._weights
+        announced = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights()]
 
         class Policy(WeightSource):
             def metadata(self) -> list[Any]:
-                return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights().items()]
+                return announced
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                yield from weights().items()
+                yield from weights()
 
         kind = WeightTransferTrainerFactory._registry[self._backend]().init_info_cls
         meeting: dict[str, Any] = {}

@@ -38,7 +38,7 @@ class VllmServer:
         try:
             weights = CheckpointWeights(checkpoint)
             self._sync = HttpSync(self._address, checkpoint, settings.shared_folder)
-            self._sync.init_weight_transfer_engine({"max_length": max_length, "fused": weights.fused})
+            self._sync.init_weight_transfer_engine({"max_length": max_length, "mixture": weights.mixture})
             self._updates = WeightUpdates(self._sync, weights)
             self._updates.load_checkpoint(0)  # whatever it was started with, or trained with before
         except BaseException:

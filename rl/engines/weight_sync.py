@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 import httpx
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -51,50 +50,58 @@ class WeightSync(Protocol):
 class CheckpointWeights:
     """What a checkpoint's weights are called and how large they are, and the weights themselves to fall back on.
 
-    vLLM reads them by the names of the checkpoint's files, where a mixture's experts are one by one; trained are they
-    by the names of the model in memory, which holds experts fused. Raises UnsupportedModel where the one cannot be had
-    from the other.
+    vLLM knows weights by their names in the checkpoint's files. Training knows them by their names in memory, where
+    `transformers` may hold several as one. Raises UnsupportedModel where an update would not reach all that vLLM reads.
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         self._files = sorted(checkpoint.glob("*.safetensors"))
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+        self._model, loading = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="auto", device_map="meta", output_loading_info=True
+        )
         in_memory = self._model.state_dict()
         self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in in_memory.items()}
         self.tied: Tied = self._model.all_tied_weights_keys
-        names = set(as_stored(self._model, in_memory))
-        self.fused = names != set(self.shapes)
-        """Whether memory and files differ"""
+        self.mixture = any(len(shape) == 3 and min(shape) > 1 for shape in self.shapes.values())
+        """Whether there are experts: stacks of matrices"""
+        self._names = [name for name, _ in as_stored(self._model, in_memory)]
+        self._tied_in_files = {
+            self._name_in_files(name): self._name_in_files(source) for name, source in self.tied.items()
+        }
         stored: set[str] = set()
         for file in self._files:
             with safe_open(file, framework="pt") as opened:
                 stored |= set(opened.keys())
-        if other := stored ^ (names - (set(self.tied) - stored)):
+        if other := {*loading["unexpected_keys"], *(set(self._names) - stored - set(self._tied_in_files))}:
             raise UnsupportedModel(
-                f"{checkpoint}: weights are named otherwise in the files, which vLLM reads, than transformers would "
-                f"write them (such as {sorted(other)[0]}); their updates would not arrive. Load the model with "
-                "transformers, save it with save_pretrained, and train that"
+                f"{checkpoint}: its files and transformers' model of it hold different weights (such as "
+                f"{sorted(other)[0]}), so that vLLM would serve some that are never trained. Take a checkpoint that "
+                "transformers' save_pretrained wrote"
             )
 
     def checked(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as vLLM must get them, from the model's in memory.
+        """The weights as vLLM must get them, from those in memory.
 
-        Raises EngineError for what does not fit or is not finite.
+        Tied ones go with the others under their own name: on a CPU vLLM keeps a packed copy of the head, which no other
+        name renews. Raises EngineError for what does not fit or is not finite.
         """
         check_weights(state_dict, self.shapes, self.tied)
-        return self._with_tied(as_stored(self._model, state_dict))
+        whole = dict(state_dict) | {name: state_dict[source] for name, source in self.tied.items()}
+        return dict(as_stored(self._model, whole))
 
     def read(self) -> dict[str, Tensor]:
         """The checkpoint's own, as vLLM must get them."""
-        return self._with_tied({name: tensor for file in self._files for name, tensor in load_file(file).items()})
+        stored = {name: tensor for file in self._files for name, tensor in load_file(file).items()}
+        stored |= {name: stored[source] for name, source in self._tied_in_files.items()}
+        return {name: stored[name] for name in self._names}
 
-    def _with_tied(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tied ones go with the others under their own name: on a CPU vLLM keeps a packed copy of the head, which no
-        other name renews."""
-        return dict(stored) | {name: stored[source] for name, source in self.tied.items()}
+    def _name_in_files(self, name: str) -> str:
+        ((stored, _),) = as_stored(self._model, {name: self._model.state_dict()[name]})
+        return stored
 
 
 class WeightUpdates:
@@ -194,11 +201,11 @@ class HttpSync:
             raise EngineError(
                 f"the server takes {longest} tokens, the window needs {init_info['max_length']}: --max-model-len"
             )
-        if init_info["fused"] and config["device_config"]["device"] == "cpu":
+        if init_info["mixture"] and config["device_config"]["device"] == "cpu":
             raise EngineError(
-                f"the vLLM server {self._address} runs on a CPU, where it does not take new weights of a mixture's "
-                "experts right; serve it on a GPU, or leave loop.vllm.servers empty: vLLM then runs in the rollout "
-                "processes, which see to it"
+                f"the vLLM server {self._address} runs on a CPU, and such a server samples wrongly from a mixture of "
+                "experts once its weights were updated. Serve it on a GPU, or leave loop.vllm.servers empty: vLLM in "
+                "the rollout processes updates it rightly"
             )
 
     def version(self, name: str) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from compaction.protocols import EngineError
 Shapes = Mapping[str, tuple[int, ...]]
 Tied = Mapping[str, str]
 """Names that stand for another's tensor: the head's for the embedding's, where they are tied"""
+LAYER = re.compile(r".*?\.\d+\.")
+"""The part of a weight's name that names its layer"""
 
 
 def check_weights(state_dict: Mapping[str, Tensor], shapes: Shapes, tied: Tied) -> None:
@@ -34,15 +38,20 @@ def check_weights(state_dict: Mapping[str, Tensor], shapes: Shapes, tied: Tied) 
             raise EngineError(f"weights do not fit the model: {name} and {source} are tied but differ")
 
 
-def as_stored(model: Any, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `model` under the names, and in the parts, of its checkpoint's files.
+def as_stored(model: Any, state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A state dict of `model` under the names, and in the parts, of the checkpoint's files that it was loaded from.
 
-    They differ where `transformers` fuses weights when it loads them: a mixture's experts, for one. What is the same is
-    not copied.
+    They differ where `transformers` fuses weights when it loads them: the experts of a mixture, for one. It goes layer
+    by layer, since what is parted is copied.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, dict(state_dict)))
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in state_dict.items():
+        layer = LAYER.match(name)
+        layers[layer[0] if layer else ""][name] = tensor
+    for part in layers.values():
+        yield from revert_weight_conversion(model, part).items()
 
 
 @torch.no_grad()

@@ -82,6 +82,8 @@ def test_the_list_of_some_stages_keeps_the_numbers_of_all(home: Home) -> None:
     assert ["Read", "one:", "compactionrl", "show", "latest", "--rollout", "2"] in lines
     with pytest.raises(UserError, match=r"no stage .* has 'ppo' in its title; there are:\n  evaluate-1\n  critic-1"):
         shown(home, "latest", stage="ppo")
+    with pytest.raises(UserError, match="leave one of them out"):
+        shown(home, "latest", 2, stage="critic")
 
 
 def test_a_rollout_reads_from_first_turn_to_grade(home: Home) -> None:

@@ -19,10 +19,11 @@ from rl.batching import micro_batches
 from rl.checkpoint import latest_checkpoint, load_checkpoint, new_checkpoint
 from rl.errors import CheckpointNotFound, TrainingDiverged
 from rl.losses import policy_loss, token_weights
-from rl.models import load_policy, token_logprobs
+from rl.models import load_critic, load_policy, token_logprobs
 from rl.rows import Row, gather_segments, rows_of, scatter_segments
 from rl.settings import LossSettings, TrainerSettings
 from rl.trainer import Trainer
+from tests.rl.engines.served import build
 from tests.rl.samples import random_batch, random_rows
 
 
@@ -376,3 +377,13 @@ def test_a_model_that_scales_its_logits_is_refused(tmp_path):
     GraniteForCausalLM(GraniteConfig(**sizes, **heads, logits_scaling=8.0)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="changes its logits after the head"):
         Trainer(tmp_path, TrainerSettings())
+
+
+def test_the_critic_routes_by_the_policys_own_bias_whatever_the_precision(tmp_path: Path) -> None:
+    build("glm4-experts").save_pretrained(tmp_path)
+    bias = "layers.1.mlp.gate.e_score_correction_bias"
+    policy, critic = load_policy(tmp_path, torch.bfloat16), load_critic(tmp_path, torch.bfloat16)
+    assert critic.head.weight.dtype == torch.bfloat16
+    ours = critic.backbone.state_dict()[bias]
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, policy.model.state_dict()[bias])

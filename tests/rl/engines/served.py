@@ -84,13 +84,15 @@ def build(kind="llama", *, eos=None, seed=0):
                 first_k_dense_replace=1,
                 n_group=1,
                 topk_group=1,
+                routed_scaling_factor=1.5,
             )
         )
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**sizes(num_attention_heads=4, num_key_value_heads=2, head_dim=32)))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        buffers = [tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for tensor in [*model.parameters(), *buffers]:
+            tensor.add_(torch.randn_like(tensor) * 0.1)
     model.generation_config.eos_token_id = eos
     return model.eval()
 

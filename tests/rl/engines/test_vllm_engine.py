@@ -6,6 +6,7 @@ import asyncio
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -195,6 +196,16 @@ def test_an_update_that_fails_halfway_leaves_the_old_weights_serving(engine: Any
     with pytest.raises(EngineError, match=r"did not take the weights of version 5 .*the line broke.* the old ones"):
         updates.load(models[1].state_dict(), 5)
     assert sampled_exactly(models[0], [1, 2, 3], run(engine.generate(request("old", [1, 2, 3], n=8))))
+
+
+def test_an_update_that_breaks_inside_vllm_leaves_the_old_weights_serving(engine: Any, models: Any) -> None:
+    checkpoint = engine._updates._checkpoint
+    bad = checkpoint.checked(models[1].state_dict()) | {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}
+    with patch.object(checkpoint, "checked", lambda _: bad), pytest.raises(EngineError, match="did not take"):
+        engine.load_weights(models[1].state_dict(), 5)
+    completion = run(engine.generate(request("old", [1, 2, 3], n=8)))
+    assert sampled_exactly(models[0], [1, 2, 3], completion)
+    assert set(completion.versions) == {0}
 
 
 def test_a_reply_of_the_end_token_alone_is_a_reply(engine: Any, models: Any) -> None:

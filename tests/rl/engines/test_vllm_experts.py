@@ -10,12 +10,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from compaction.protocols import EngineError
 from rl.models import load_policy, save_policy
 from rl.serving import VllmServing
 from rl.settings import VllmSettings
@@ -55,14 +57,42 @@ def test_trap_3_experts_that_are_not_packed_again_are_others(elsewhere: ProcessP
 
 
 def _plain_reload(folder: Path) -> None:
-    (_, trained, _), engine = _started("qwen3-experts", folder)
+    (start, trained, _), engine = _started("qwen3-experts", folder)
     stored = engine._updates._checkpoint.checked(trained.state_dict())
 
     def plainly(worker: Any) -> None:
         worker.model_runner.reload_weights(weights_iterator=iter(stored.items()))
 
     engine._engine.collective_rpc(plainly)
+    assert not _sampled_exactly(engine, start, 0)
     assert not _sampled_exactly(engine, trained, 0)
+
+
+def test_an_update_that_breaks_among_the_experts_leaves_the_old_weights_serving(
+    elsewhere: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    elsewhere.submit(_broken, tmp_path).result()
+
+
+class BreaksOff(dict[str, torch.Tensor]):
+    """Half of an expert is read, then no more."""
+
+    def items(self) -> Any:
+        for name, tensor in super().items():
+            if name == "model.layers.1.mlp.experts.2.up_proj.weight":
+                raise ConnectionError("the line broke")
+            yield name, tensor
+
+
+def _broken(folder: Path) -> None:
+    (start, trained, _), engine = _started("glm4-experts", folder)
+    checkpoint = engine._updates._checkpoint
+    broken = BreaksOff(checkpoint.checked(trained.state_dict()))
+    with patch.object(checkpoint, "checked", lambda _: broken), pytest.raises(EngineError, match="the line broke"):
+        engine.load_weights(trained.state_dict(), 1)
+    assert _sampled_exactly(engine, start, 0)
+    engine.load_weights(trained.state_dict(), 2)
+    assert _sampled_exactly(engine, trained, 2)
 
 
 @pytest.mark.slow

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
 
 from compaction.protocols import EngineError
-from rl.engines.weight_sync import CheckpointWeights, ReloadSync, WeightUpdates
+from rl.engines.weight_sync import CheckpointWeights, HttpSync, ReloadSync, WeightUpdates
 from rl.errors import UnsupportedModel
+from rl.settings import TrainerSettings
+from rl.trainer import Trainer
 from tests.rl.engines.served import MIXTURES, build
 
 HEAD = "lm_head.weight"
@@ -79,6 +86,7 @@ def test_experts_that_are_fused_in_memory_go_one_by_one_as_they_are_in_the_files
     assert sum(".experts." in name for name in sent) > sum(".experts." in name for name in trained.state_dict())
     assert sent.keys() == in_files.keys()
     assert all(torch.equal(tensor, in_files[name]) for name, tensor in sent.items())
+    assert weights.mixture
 
 
 def test_behind_an_update_that_fails_come_the_last_weights_taken_as_vllm_must_get_them(tmp_path: Path) -> None:
@@ -100,9 +108,84 @@ def test_behind_an_update_that_fails_come_the_last_weights_taken_as_vllm_must_ge
     assert sync.versions == ["2"]
 
 
-def test_a_checkpoint_that_transformers_would_write_otherwise_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+def test_names_that_are_others_in_memory_go_as_they_are_in_the_files_tied_ones_too(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = saved(tmp_path, GPTNeoXConfig(**sizes, intermediate_size=48, tie_word_embeddings=True))
+    weights = CheckpointWeights(tmp_path)
+    sent, head = weights.checked(model.state_dict()), model.get_output_embeddings().weight
+    in_files = load_file(tmp_path / "model.safetensors")
+    assert in_files.keys() <= sent.keys()
+    (under_its_own_name,) = sent.keys() - in_files.keys()
+    assert torch.equal(sent[under_its_own_name], head)
+    assert all(torch.equal(tensor, weights.read()[name]) for name, tensor in sent.items())
+    assert not weights.mixture
+
+
+def test_what_transformers_leaves_out_of_its_models_may_be_in_the_files(tmp_path: Path) -> None:
+    """Published GLM-4.5 files hold a layer that predicts several tokens at once."""
+    model = build("glm4-experts")
+    model.save_pretrained(tmp_path)
+    ignored = "model.layers.46.eh_proj.weight"
+    add_to(tmp_path, ignored)
+    weights = CheckpointWeights(tmp_path)
+    assert ignored not in weights.read()
+    assert weights.checked(model.state_dict()).keys() == weights.read().keys()
+
+
+def test_a_checkpoint_with_weights_that_are_not_trained_is_refused_before_anything_is(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | {"model.layers.0.mlp.experts.7.up_proj.weight": torch.zeros(2)}, file)
-    with pytest.raises(UnsupportedModel, match=r"named otherwise in the files.*experts\.7.*save_pretrained"):
+    add_to(tmp_path, "model.layers.0.mlp.experts.7.up_proj.weight")
+    with pytest.raises(UnsupportedModel, match=r"hold different weights .*experts\.7.*save_pretrained"):
         CheckpointWeights(tmp_path)
+
+
+def add_to(checkpoint: Path, name: str) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(2)}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["llama", *MIXTURES])
+def test_a_trainers_stored_weights_are_those_of_the_checkpoint_that_it_saves(kind: str, tmp_path: Path) -> None:
+    build(kind).save_pretrained(tmp_path / "start")
+    trainer = Trainer(tmp_path / "start", TrainerSettings(), device="cpu")
+    for parameter in trainer.policy.parameters():
+        parameter.data *= 0.5
+    trainer.save_policy(tmp_path / "saved")
+    sent, in_files = dict(trainer.stored_weights()), load_file(tmp_path / "saved" / "model.safetensors")
+    assert sent.keys() - {HEAD} == in_files.keys() - {HEAD}
+    assert all(torch.equal(tensor, sent[name]) for name, tensor in in_files.items())
+
+
+@pytest.mark.parametrize(
+    ("mixture", "device", "refused"), [(True, "cpu", True), (True, "cuda", False), (False, "cpu", False)]
+)
+def test_a_server_on_a_cpu_is_not_asked_to_serve_a_mixture(
+    mixture: bool, device: str, refused: bool, tmp_path: Path
+) -> None:
+    config = {"logprobs_mode": "processed_logprobs", "max_model_len": 100}
+    with answering({"vllm_config": {"model_config": config, "device_config": {"device": device}}}) as address:
+        sync = HttpSync(address, tmp_path, None)
+        with pytest.raises(EngineError, match=r"runs on a CPU.*vllm\.servers empty") if refused else nullcontext():
+            sync.init_weight_transfer_engine({"max_length": 100, "mixture": mixture})
+        sync.close()
+
+
+@contextmanager
+def answering(content: Any) -> Iterator[str]:
+    """A server that answers every GET so; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
