@@ -92,14 +92,15 @@ async def result_of(reference: Any) -> Any:
 
 @asynccontextmanager
 async def watched(ask: Callable[[], Any], tell: Callable[[Any], None] | None) -> AsyncIterator[None]:
-    """Inside, `tell` gets every few seconds what the call that `ask` makes answers; nothing while its process is dead.
-    None: nobody wants to know."""
+    """Inside, `tell` gets every few seconds what the call that `ask` makes answers, unless that is None; nothing while
+    its process is dead. No `tell`: nobody wants to know."""
 
     async def watch(tell: Callable[[Any], None]) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             try:
-                tell(await result_of(ask()))
+                if (said := await result_of(ask())) is not None:
+                    tell(said)
             except PROCESS_DIED:
                 continue
             except Exception as error:

@@ -73,14 +73,15 @@ class RolloutActor:
             self._finished[call] += 1
             return rollout
 
+        self._finished[call] = 0
         try:
             return list(await asyncio.gather(*(one(r) for r in requests)))
         finally:
             del self._finished[call]
 
-    async def finished(self, call: str) -> int:
-        """How many rollouts of a call in progress are finished."""
-        return self._finished[call]
+    async def finished(self, call: str) -> int | None:
+        """How many rollouts of a call in progress are finished; None before and after it."""
+        return self._finished.get(call)
 
     async def _rollout(self, request: RolloutRequest) -> Rollout:
         """One rollout; one that takes longer than its limit is an infrastructure failure."""

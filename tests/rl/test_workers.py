@@ -21,7 +21,7 @@ from rl.errors import CheckpointError, CheckpointNotFound, TrainingDiverged, Wor
 from rl.models import load_policy
 from rl.serving import TorchServing
 from rl.settings import TrainerSettings
-from rl.workers import Resumed, RolloutWorker, TrainerHandle
+from rl.workers import Resumed, RolloutActor, RolloutWorker, TrainerHandle
 from tests.rl.samples import random_rows
 from tests.rl.small import (
     HeldTask,
@@ -104,6 +104,26 @@ def test_a_long_call_says_how_far_it_is(
     asyncio.run(asyncio.wait_for(run(), 120))
     assert seen == sorted(seen)
     assert max(seen) == 3
+
+
+def test_before_and_after_a_call_nothing_is_counted(small_checkpoint: Path) -> None:
+    """Else a question that comes late would set the progress back to 0."""
+    actor = RolloutActor(serving(small_checkpoint, SLOTS), SLOTS, 60.0)
+    requests = [request(task, agent_settings(small_checkpoint)) for task in typed_tasks(0, 3)]
+
+    async def run() -> list[int | None]:
+        counted = [await actor.finished("call")]
+        call = asyncio.create_task(actor.rollouts(requests, "call"))
+        while not call.done():
+            await asyncio.sleep(0)
+            counted.append(await actor.finished("call"))
+        return counted
+
+    first, *during, last = asyncio.run(run())
+    assert first is last is None
+    said = [n for n in during if n is not None]
+    assert said[0] == 0
+    assert said == sorted(said)
 
 
 def test_a_call_that_kills_every_worker_ends_as_worker_lost(
