@@ -194,7 +194,7 @@ async def _loop(
     else:
         tasks = dataset_tasks(training.dataset, tasks_seed)
     stream = RequestStream(tasks, training.agent, training.seed, name, ppo.batch_size, ppo.group_size)
-    longest = longest_sequence(training.agent)
+    longest, transfer = longest_sequence(training.agent), _transfer(training)
     replicas = [served(training.engine, checkpoint, loop.vllm, loop.slots, longest, n) for n in range(loop.workers)]
     async with seated([loop.trainer_gpus, *(replica.gpus for replica in replicas)]) as (own, *seats):
         with ExitStack() as ending:
@@ -205,19 +205,26 @@ async def _loop(
                 worker = RolloutWorker(replica, slots=loop.slots, rollout_timeout=loop.rollout_timeout, seat=seat)
                 ending.callback(worker.stop)
                 workers.append(worker)
-            trainer = TrainerHandle(checkpoint, training.trainer, own, _transfer(training))
+            trainer = TrainerHandle(checkpoint, training.trainer, own, transfer)
             ending.callback(trainer.stop)
             kind = AsyncPPO if ppo.max_staleness else PPO
             yield kind(ppo, stream, workers, Learner(ppo, trainer), events.emit)
 
 
 def _transfer(training: Training) -> Transfer | None:
-    """How weights go out where it is not through Ray's object store."""
+    """How weights go out where it is not through Ray's object store. Raises NotEnoughGpus where there is none."""
+    from rl.errors import NotEnoughGpus
+    from rl.remote import cluster_gpus
     from rl.workers import Transfer
 
     vllm = training.loop.vllm
     if training.engine != "vllm" or vllm.servers or vllm.transfer == "objects":
         return None
+    if not cluster_gpus():
+        raise NotEnoughGpus(
+            f"loop.vllm.transfer={vllm.transfer} sends weights from GPU to GPU, and the cluster has none: set "
+            "loop.vllm.transfer=objects"
+        )
     return Transfer(vllm.transfer, vllm.tensor_parallel)
 
 

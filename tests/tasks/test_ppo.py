@@ -1,7 +1,8 @@
-"""What names a critic or PPO stage. The stages themselves run in test_determinism.py."""
+"""What names a critic or PPO stage, and what it refuses. The stages themselves run in test_determinism.py."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 from compaction.settings import AgentSettings, CompactionSettings
 from compaction.summaries import load_prompt_pack
 from evaluation.tasksets.trail import TrailSettings
-from rl.settings import PPOSettings, TrainerSettings
-from tasks.caching import StageSpec
-from tasks.ppo import LoopSettings, Training, critic_spec, ppo_spec
+from rl.errors import NotEnoughGpus
+from rl.settings import PPOSettings, TrainerSettings, VllmSettings
+from tasks.caching import StageSpec, StageStore
+from tasks.cluster import Cluster
+from tasks.ppo import LoopSettings, Training, critic_body, critic_spec, ppo_spec
+from tests.tasks.small_stages import base, made, training
 
 TRAINING = Training(PPOSettings(), TrainerSettings(), AgentSettings(), TrailSettings(), None, LoopSettings(), seed=0)
 SFT = StageSpec("sft", "seed 0", {"seed": 0})
@@ -61,3 +65,20 @@ def test_stages_follow_from_their_parents() -> None:
     without = ppo_spec(TRAINING, "p", SFT, None)
     assert without.parents == {"policy": SFT.digest}
     assert ppo_spec(TRAINING, "p", SFT, critic).parents == {"policy": SFT.digest, "critic": critic.digest}
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("transfer", ["ipc", "nccl"])
+def test_weights_are_not_to_go_from_gpu_to_gpu_where_there_is_none(
+    transfer: str, small_checkpoint: Path, ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    loop = LoopSettings(vllm=VllmSettings(transfer=transfer))  # type: ignore[arg-type]
+    plan = replace(training(small_checkpoint, 1), engine="vllm", loop=loop)
+
+    async def run() -> None:
+        store = StageStore(tmp_path)
+        spec, sft = await base(small_checkpoint, store)
+        await made(store, critic_spec(plan, "c", spec), critic_body(plan, sft, ray_cluster))
+
+    with pytest.raises(NotEnoughGpus, match=f"transfer={transfer} .* set loop.vllm.transfer=objects"):
+        asyncio.run(run())
