@@ -227,7 +227,7 @@ def test_nothing_solved_is_said_with_what_to_do(teacher: Teacher) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("collect",), "needs collect (--dataset bench12 --base-url http://HOST:PORT/v1"),
+        (("collect",), "To ask a stronger model: compactionrl collect --dataset bench12"),
         (("collect", "--dataset", "bench12"), "collect.endpoint is missing"),
         (("collect", "--windows", "16k,32k"), "agent.compaction.window is '16k,32k'"),
         (
