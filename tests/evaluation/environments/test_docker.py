@@ -171,11 +171,12 @@ class TestDocker(SandboxContract):
         assert after.output == "/app/data\n1\none\n"
 
     def test_a_container_that_memory_took_down_is_an_error_of_its_own(self) -> None:
-        # Many small hogs, and the keep-alive as the kernel's first choice.
+        # Many small hogs, and the keep-alive as the kernel's first choice, once its shell has become a sleep.
         hogs = "for i in 1 2 3 4 5 6; do python3 -c 'x = b\"1\" * (8 << 20); import time; time.sleep(30)' & done; wait"
+        there = "until grep -qs sleep /proc/[0-9]*/comm; do :; done"
         first = "for p in /proc/[0-9]*; do grep -q sleep $p/comm && echo 1000 >$p/oom_score_adj; done"
         with pytest.raises(EnvironmentFailure, match="32 MiB") as raised:
-            self.run(f"{first}; {hogs}", "true", sandbox=self.sandbox(memory_mb=32))
+            self.run(f"{there}; {first}; {hogs}", "true", sandbox=self.sandbox(memory_mb=32))
         assert raised.value.error_class == "sandbox_oom"
 
     def test_a_container_that_is_gone_is_an_error(self, docker_engine: Any) -> None:
