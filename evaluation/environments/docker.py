@@ -6,7 +6,6 @@ ended from outside, by the daemon, since an agent may have taken every process s
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
@@ -16,8 +15,9 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import docker
@@ -28,6 +28,7 @@ from urllib3.exceptions import HTTPError
 
 from compaction.protocols import EnvironmentFailure
 from evaluation.environments.docker_images import image_of
+from evaluation.environments.docker_leftovers import OWNER_LABEL, reap_once
 from evaluation.environments.owners import Owner
 from evaluation.environments.sandbox import Sandbox
 from evaluation.environments.scripts import Exchange, Ran, Script, Session
@@ -37,28 +38,25 @@ log = logging.getLogger(__name__)
 RUN_VARIABLE = "COMPACTIONRL_RUN"
 RUN_LABEL = "compactionrl.run"
 """Holds what COMPACTIONRL_RUN holds: `compactionrl doctor` finds containers of dead runs by it"""
-OWNER_LABEL = "compactionrl.owner"
-"""The process that drives the container"""
 
 _CALL_SECONDS = 60.0
 """The longest silence of the daemon within one call"""
-_EXIT_SECONDS = 10.0
-"""The same, while the process ends"""
 _KEEP_ALIVE = ["sh", "-c", "exec sleep 2147483647"]
 _OWN_PROCESSES = 2
 """Docker's init and the keep-alive"""
 _ENDED = "everything that ran in the sandbox was ended"
 _POLL_SECONDS = 0.2
+_LATE_SECONDS = 2.0
+"""How long a busy daemon may take to hear that a container has ended"""
 _MIB = 1 << 20
 _NO_WORKDIR = 43
+_KILLED = 137
+"""The exit code of what SIGKILL ended, be it for memory or by `kill -9`"""
 _PREPARE = """\
 mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs /logs/* || exit
 [ -d {workdir} ] || exit {no_workdir}
 if command -v bash >/dev/null; then echo bash; else echo sh; fi
 """
-
-_reaped = False
-_reaping = threading.Lock()
 
 
 class DockerEnvironment(Sandbox):
@@ -72,7 +70,7 @@ class DockerEnvironment(Sandbox):
     def open(self) -> None:
         with _connecting():
             self._client = docker.from_env(timeout=_CALL_SECONDS)
-            _reap_once(self._client)
+            reap_once(self._client)
         with _talking("environment_start"):
             image = image_of(self._client, self.folder, lambda: self.interrupted.is_set())
             if self.interrupted.is_set():
@@ -87,10 +85,8 @@ class DockerEnvironment(Sandbox):
             exchange = self._exchange(script)
             if exchange.started or exchange.timed_out:
                 return self._outcome(script, exchange)
-            if self._is_running():  # no process slot left
-                self._restart()
-            else:
-                self._revive()
+            self._hear_of_its_end()
+            self._restart()
             ran = self._outcome(script, self._exchange(script))
             return replace(ran, note=ran.note or f"before it, {_ENDED}")
 
@@ -177,10 +173,10 @@ class DockerEnvironment(Sandbox):
         if run.timed_out:
             self._restart()
             note = f"stopped after {script.seconds:g} s; {_ENDED}"
-            return Ran(run.output(), 137, note=note, timed_out=True)
+            return Ran(run.output(), _KILLED, note=note, timed_out=True)
         if not self._is_running():
             self._revive()
-            return Ran(run.output(), 137, note=_ENDED)
+            return Ran(run.output(), _KILLED, note=_ENDED)
         if not run.started:
             return Ran(run.complaint(), 126, note="the sandbox's shell could not run it")
         code = run.exit_code()
@@ -188,7 +184,7 @@ class DockerEnvironment(Sandbox):
 
     def _note(self, code: int) -> str:
         memory = self.folder.memory_mb or self.settings.memory_mb
-        return f"killed, perhaps for more than {memory:,} MiB of memory" if code == 137 else ""
+        return f"killed, perhaps for more than {memory:,} MiB of memory" if code == _KILLED else ""
 
     def _only_own_processes(self) -> bool:
         try:
@@ -200,22 +196,45 @@ class DockerEnvironment(Sandbox):
         self._container.reload()
         return bool(self._container.attrs["State"]["Running"])
 
+    def _hear_of_its_end(self) -> None:
+        """After a command that could not start: either no process slot is left, or the container has just ended. To
+        restart it before the daemon knows which would hide that memory took it down."""
+        deadline = time.monotonic() + _LATE_SECONDS
+        while self._is_running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def _restart(self) -> None:
         """The one way to end every process that nothing inside can resist. Files stay."""
-        self._container.restart(timeout=0)
+        if self._is_running():
+            self._container.restart(timeout=0)
+        else:
+            self._revive()
 
     def _revive(self) -> None:
         """After a command that took the container down. Raises EnvironmentFailure where memory did."""
         state = self._container.attrs["State"]
-        if state.get("OOMKilled"):
+        if self._memory_ended_it(state):
             memory = self.folder.memory_mb or self.settings.memory_mb
             raise EnvironmentFailure(
                 f"task {self.folder.name}: the container was killed for more than {memory:,} MiB of memory "
                 "(memory_mb in task.toml)",
                 "sandbox_oom",
             )
-        log.info("task %s: its container ended with %s and is started again", self.folder.name, state.get("ExitCode"))
+        log.info("task %s: its container ended with %s and is started again", self.folder.name, state["ExitCode"])
         self._container.start()
+
+    def _memory_ended_it(self, state: dict[str, Any]) -> bool:
+        """A busy daemon may hear of the end before it hears of its cause, which then stands in its events alone."""
+        if state["OOMKilled"] or state["ExitCode"] != _KILLED:
+            return bool(state["OOMKilled"])
+        ended, now = (datetime.fromisoformat(t) for t in (state["FinishedAt"], self._client.info()["SystemTime"]))
+        events = self._client.events(
+            since=int(ended.timestamp()),
+            until=int(now.timestamp() + _LATE_SECONDS),
+            filters={"container": self._container.id, "event": "oom"},
+        )
+        with closing(events):
+            return next(events, None) is not None
 
 
 class _Exec(Exchange):
@@ -282,7 +301,7 @@ class _Exec(Exchange):
             if code is not None:
                 return int(code)
             time.sleep(0.02)
-        return 137
+        return _KILLED
 
 
 class _Frames:
@@ -310,48 +329,6 @@ class _Frames:
             at += len(piece)
             self._left -= len(piece)
         self._data = data[at:]
-
-
-def reap_dead_containers(client: Any) -> int:
-    """Removes containers whose driving process on this host is gone, and says how many. Raises docker's errors."""
-    reaped = 0
-    for container in client.containers.list(all=True, filters={"label": OWNER_LABEL}, ignore_removed=True):
-        owner = Owner.parse(container.labels.get(OWNER_LABEL, ""))
-        if owner is not None and owner.is_dead():
-            with suppress(NotFound):
-                container.remove(force=True, v=True)
-                reaped += 1
-                log.info("removed container %s of process %s, which is gone", container.name, owner.pid)
-    return reaped
-
-
-def _remove_own(environment: dict[str, str]) -> None:
-    """At this process's end: containers that no `stop` took away, such as where its caller was cancelled twice.
-
-    `environment` names the daemon, as it did at the first start.
-    """
-    own = f"{OWNER_LABEL}={Owner.current()}"
-    try:
-        client = docker.from_env(timeout=_EXIT_SECONDS, environment=environment)
-        for container in client.containers.list(all=True, filters={"label": own}, ignore_removed=True):
-            with suppress(NotFound):
-                container.remove(force=True, v=True)
-    except (DockerException, RequestException, OSError) as error:
-        log.info("containers of this process may be left behind; the next one removes them: %s", error)
-
-
-def _reap_once(client: Any) -> None:
-    """At this process's first start; what cannot be removed stops nobody."""
-    global _reaped
-    with _reaping:
-        if _reaped:
-            return
-        _reaped = True
-        atexit.register(_remove_own, dict(os.environ))
-        try:
-            reap_dead_containers(client)
-        except (DockerException, RequestException) as error:
-            log.warning("containers of dead processes cannot be removed: %s", error)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from compaction.rendering import load_renderer
-from evaluation.environments.docker import OWNER_LABEL, RUN_LABEL
+from evaluation.environments.docker import RUN_LABEL
+from evaluation.environments.docker_leftovers import OWNER_LABEL
 from evaluation.failures import failure_policy
 from tests.compaction.engines.stub_endpoint import Answer, Call, StubEndpoint
 from tests.docker_engine import docker_engine as docker_engine
