@@ -30,15 +30,16 @@ class WrittenCall:
 
 def written_calls(text: str) -> list[WrittenCall]:
     """The calls in a reply's text, in order. A malformed one is among them, with its fault."""
-    return _tagged(text) if _OPEN in text else _bare(text)[0]
+    bare, start, end = _bare(text)
+    return _tagged(text) if _has_tag(text, start, end) else bare
 
 
 def ends_with_call(text: str) -> bool:
     """Whether a text ends in calls. One that quotes a call goes on behind it."""
-    if _OPEN in text:
+    bare, start, end = _bare(text)
+    if _has_tag(text, start, end):
         return not text[text.rindex(_OPEN) :].partition(_CLOSE)[2].strip()
-    calls, end = _bare(text)
-    return bool(calls) and not text[end:].strip()
+    return bool(bare) and (text[end:].startswith("{") or not text[end:].strip())
 
 
 def endpoint_calls(tool_calls: Sequence[ToolCall]) -> list[WrittenCall]:
@@ -48,6 +49,11 @@ def endpoint_calls(tool_calls: Sequence[ToolCall]) -> list[WrittenCall]:
         arguments, fault = _decoded(call.arguments)
         out.append(WrittenCall(call.name, arguments, fault, call.id))
     return out
+
+
+def _has_tag(text: str, start: int, end: int) -> bool:
+    """Whether a tag stands outside the bare calls, whose strings may hold one."""
+    return _OPEN in text[:start] or _OPEN in text[end:]
 
 
 def _tagged(text: str) -> list[WrittenCall]:
@@ -100,21 +106,23 @@ def _value(text: str) -> Any:
         return text
 
 
-def _bare(text: str) -> tuple[list[WrittenCall], int]:
-    """Bare JSON objects one after the other, parted by nothing, space or semicolons; and where they end."""
+def _bare(text: str) -> tuple[list[WrittenCall], int, int]:
+    """Bare JSON objects one after the other, parted by nothing, space or semicolons; and where they begin and end: in
+    front of the last where that one cannot be read."""
     begun = _BARE.search(text)
     if begun is None:
-        return [], 0
+        return [], 0, 0
     out: list[WrittenCall] = []
     at = begun.end()
-    while text[at : at + 1] == "{":
+    while text.startswith("{", at):
         try:
-            value, at = _JSON.raw_decode(text, at)
+            value, end = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            return [*out, WrittenCall("", fault=_no_json(error))], len(text)
+            out.append(WrittenCall("", fault=_no_json(error)))
+            break
         out.append(_of_object(value))
-        at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n;,"))
-    return out, at
+        at = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n;,"))
+    return out, begun.start(), at
 
 
 def _of_object(value: Any) -> WrittenCall:

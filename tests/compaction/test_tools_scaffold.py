@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compaction.protocols import ToolCall
@@ -68,6 +68,7 @@ def test_calls_are_read_in_the_form_of_every_family(said: str, expected: list[tu
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
+@example(lists=[["grep '<tool_call>' a"], ["ls"]])
 @given(
     lists=st.lists(
         st.lists(st.text().filter(lambda t: t.strip() and "</" not in t), min_size=1), min_size=1, max_size=3
