@@ -168,6 +168,16 @@ class Experiment(Settings):
         return self
 
     @model_validator(mode="after")
+    def _a_new_model_takes_every_window(self) -> Experiment:
+        new = None if self.engine == "openai" or self.sft is None or self.sft.model else self.sft.tiny
+        if new is not None and self.longest_window > new.max_positions:
+            raise ValueError(
+                f"a window of {self.longest_window} tokens is longer than the new model takes "
+                f"(sft.tiny.max_positions={new.max_positions}); lower the window, or make the model longer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _collected_is_read(self) -> Experiment:
         reads = self.sft is not None and self.sft.reads_collected
         if reads and self.collect is None:
@@ -198,6 +208,14 @@ class Experiment(Settings):
         agent = changed(self.agent, {"compaction": compaction, "mode": "training"})
         trainer = changed(self.trainer, changes.get("trainer", {}) | {"temperature": self.agent.temperature})
         return Training(ppo, trainer, agent, self.world, self.dataset, self.loop, seed, self.sampled_by)
+
+    @property
+    def longest_window(self) -> int:
+        """Of all that the trained model sees, in tokens."""
+        tuned = any(variant != "zero-shot" for variant in self.variants)
+        shown = self.sft.longest_window if self.sft and tuned else 0
+        long = self.long_window if "no-compaction-long" in self.variants else 0
+        return max(self.agent.compaction.window, *self.evaluation.windows, shown, long)
 
     @property
     def sampled_by(self) -> SampledBy:

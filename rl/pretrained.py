@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rl.engines.model_types import check_length, check_model_type
 from rl.errors import CheckpointNotFound, MissingPackage, UnsupportedModel
 from rl.settings import SampledBy
 
@@ -51,6 +53,19 @@ def find_model(name: str) -> Path:
         ) from error
 
 
+def check_described(folder: Path, longest: int, engine: SampledBy) -> None:
+    """What config.json alone says against this model, before anything starts. Imports nothing heavy.
+
+    Raises UnsupportedModel with the reason, and CheckpointNotFound where the file cannot be read.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointNotFound(f"{path} cannot be read ({error}); give a whole transformers checkpoint") from error
+    _check_config(folder, config, longest, engine)
+
+
 def check_trainable(folder: Path, longest: int, engine: SampledBy = "torch") -> None:
     """Whether the trainer and the engine can take this model, with windows of up to `longest` tokens.
 
@@ -62,19 +77,24 @@ def check_trainable(folder: Path, longest: int, engine: SampledBy = "torch") -> 
     from rl.engines.weight_sync import CheckpointWeights
 
     config: Any = AutoConfig.from_pretrained(folder)
+    _check_config(folder, config.to_dict(), longest, engine)
     if engine == "torch":
         check_supported(config)
     else:
         CheckpointWeights(folder)
-    text = config.get_text_config()
+    vocabulary = config.get_text_config().vocab_size
     entries = len(AutoTokenizer.from_pretrained(folder))
-    if entries > text.vocab_size:
+    if entries > vocabulary:
         raise UnsupportedModel(
-            f"{folder}: the tokenizer has {entries} entries, the model's vocabulary {text.vocab_size}: they do not "
+            f"{folder}: the tokenizer has {entries} entries, the model's vocabulary {vocabulary}: they do not "
             "belong together"
         )
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
-        raise UnsupportedModel(
-            f"{folder}: the model takes {limit} tokens, the longest window is {longest}; lower the windows"
-        )
+
+
+def _check_config(folder: Path, config: dict[str, Any], longest: int, engine: SampledBy) -> None:
+    try:
+        if engine == "torch":
+            check_model_type(config.get("model_type"))
+        check_length(longest, config.get("text_config", config).get("max_position_embeddings"))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from None

@@ -14,19 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl.engines.kv_cache import AttentionGroup, SlotCache, StepLayout
+from rl.engines.model_types import check_length, check_model_type
 from rl.errors import UnsupportedModel
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def check_supported(config: Any) -> None:
     """Raises UnsupportedModel where the direct forward would not compute what the model computes."""
-    if config.model_type not in SUPPORTED:
-        raise UnsupportedModel(
-            f"model type {config.model_type!r} is not supported by the torch engine, which knows "
-            f"{', '.join(SUPPORTED)}; with other models let vLLM sample: --engine vllm"
-        )
+    check_model_type(config.model_type)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise UnsupportedModel(f"{config.model_type} with sliding-window layers is not supported by the torch engine")
     rope = config.rope_parameters["rope_type"]
@@ -40,7 +36,9 @@ class DirectForward:
     """Logits of a Llama, Qwen2 or Qwen3 style causal LM for one ragged step."""
 
     def __init__(self, model: Any, *, max_length: int):
+        """Raises UnsupportedModel for a model that it cannot compute, or not at `max_length` tokens."""
         check_supported(model.config)
+        check_length(max_length, model.config.max_position_embeddings)
         self.model = model
         self.layers = [_Layer(layer) for layer in model.model.layers]
         weight = model.model.embed_tokens.weight

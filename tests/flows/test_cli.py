@@ -62,6 +62,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["reproduce", "--dataset", "./no/tasks"], "no/tasks"),
         (["reproduce", "--prompt-pack", "no-pack"], "prompt pack 'no-pack' is neither a file nor a shipped pack"),
         (["reproduce", "--env", "local"], "dataset.path is missing"),
+        (["sweep", "--windows", "104,4096"], "a window of 4096 tokens is longer than the new model takes"),
         (["sweep", "--windows", "64q"], "evaluation.windows.0 is '64q'"),
         (["show"], "no runs in"),
         (["report", "abc"], "no runs in"),
@@ -75,6 +76,24 @@ def test_a_mistake_is_one_message_and_exit_code_2(home: Path, arguments: list[st
     assert part in err
     assert "Traceback" not in err
     assert not home.exists()
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(home: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+
+    def refusal(described: str, *more: str) -> str:
+        config.write_text(described)
+        code, _, err = invoke("reproduce", "--model", str(tmp_path), *more)
+        assert code == 2
+        assert not home.exists()
+        return err
+
+    mixture = json.dumps({"model_type": "qwen3_moe", "max_position_embeddings": 4096})
+    assert "'qwen3_moe' is not supported by the torch engine" in refusal(mixture)
+    short = json.dumps({"model_type": "llama", "max_position_embeddings": 300})
+    assert "the model takes 300 tokens, the longest window is 320" in refusal(short)
+    assert "the longest window is 512" in refusal(short, "--set", "evaluation.windows=512")
+    assert "config.json cannot be read" in refusal("{")
 
 
 def test_a_mistake_with_json_is_an_object(home: Path) -> None:

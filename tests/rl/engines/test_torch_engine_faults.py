@@ -154,6 +154,8 @@ def test_unsupported_models_are_refused_at_construction():
     )
     with pytest.raises(ValueError, match="'dynamic' depends on the sequence length"):
         TorchEngine(dynamic, slots=1, max_length=16)
+    with pytest.raises(ValueError, match=r"the model takes 256 tokens, the longest window is 257"):
+        TorchEngine(build(), slots=1, max_length=257)
     with pytest.raises(ValueError, match="slots=0"):
         TorchEngine(build(), slots=0, max_length=16)
 
