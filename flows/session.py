@@ -92,7 +92,7 @@ class Request:
         """Raises UserError: everything is checked before anything starts."""
         from flows.experiment import load_experiment
         from rl.engines.vllm_version import require_vllm
-        from rl.pretrained import check_adapters_installed, check_described, local_model
+        from rl.pretrained import check_adapters_installed, check_described, find_config
         from tasks.real_tasks import open_dataset
         from tasks.stages import explained
 
@@ -109,7 +109,7 @@ class Request:
                 data.files()
         if experiment.sft is not None and experiment.sft.model is not None:
             with explained("--model"):
-                if (folder := local_model(experiment.sft.model)) is not None:
+                if (folder := find_config(experiment.sft.model)) is not None:
                     check_described(folder, experiment.longest_window, experiment.sampled_by)
         if experiment.trainer.lora or (experiment.sft and experiment.sft.sft.lora):
             with explained("lora"):

@@ -121,8 +121,8 @@ def _listing(source: str, found: Sequence[Found]) -> Table:
     table = Table(
         title=title, title_style="", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
-    for name in ("#", "task", "reward", "turns", "compactions", "summary tokens", "stopped"):
-        table.add_column(name, overflow="fold", no_wrap=name not in ("task", "summary tokens"))
+    for name in ("#", "task", "reward", "turns", "compactions", "summary\ntokens", "stopped"):
+        table.add_column(name, overflow="fold", no_wrap=name not in ("task", "summary\ntokens"))
     for one in found:
         rollout = one.rollout
         table.add_row(

@@ -41,16 +41,38 @@ def find_model(name: str) -> Path:
     if (folder := local_model(name)) is not None:
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.bin", "*.pth", "onnx/*"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise CheckpointNotFound(
-            f"model {name!r} is no folder here, and the Hugging Face hub did not give it ({first}). Without network, "
-            "download it elsewhere and give its folder"
-        ) from error
+    except Exception as error:  # of the hub's client, and of whichever HTTP library it uses
+        raise _not_given(name, error) from error
+
+
+def find_config(name: str) -> Path | None:
+    """The folder with that model's config.json, which alone is fetched where it is on the hub; None where the hub
+    cannot be asked now. Raises CheckpointNotFound for a name that it does not have, or not for this user."""
+    if (folder := local_model(name)) is not None:
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise _not_given(name, error) from error
+    except Exception:  # finished stages need no model: those that do will say what is wrong
+        return None
+    if not (folder / "config.json").is_file():
+        raise CheckpointNotFound(f"{name} on the Hugging Face hub holds no model (no config.json)")
+    return folder
+
+
+def _not_given(name: str, error: Exception) -> CheckpointNotFound:
+    first = str(error).strip().partition("\n")[0]
+    return CheckpointNotFound(
+        f"model {name!r} is no folder here, and the Hugging Face hub did not give it ({first}). Without network, "
+        "download it elsewhere and give its folder"
+    )
 
 
 def check_described(folder: Path, longest: int, engine: SampledBy) -> None:

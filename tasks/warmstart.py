@@ -172,7 +172,11 @@ def body(
         cluster.ensure()
         import ray
 
+        from rl.pretrained import local_model
         from rl.remote import PROCESS_DIED, result_of, seated
+
+        if settings.model is not None and local_model(settings.model) is None:
+            stage.note(f"{settings.model} comes from the Hugging Face hub; the first time this takes a while")
 
         @ray.remote(num_cpus=0, max_retries=0, max_calls=1)  # its memory is given back at once
         def train() -> Iterator[tuple[int, dict[str, float] | None]]:

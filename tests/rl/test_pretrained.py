@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl.errors import CheckpointNotFound, UnsupportedModel
 from rl.pretrained import check_trainable, find_model
+from tests.rl.hub import hub
+
+ROOT = Path(__file__).parents[2]
 
 
 def changed(checkpoint: Path, folder: Path, **config: object) -> Path:
@@ -39,6 +45,36 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 def test_a_name_on_the_hub_without_network_advises_a_folder() -> None:
     with pytest.raises(CheckpointNotFound, match=r"'org/some-model' is no folder here, .* give its folder"):
         find_model("org/some-model")
+
+
+def of_the_hub(address: str, folder: Path, code: str) -> str:
+    """What is printed where `address` is the hub, and `folder` its cache."""
+    online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder)}
+    code = f"from rl.pretrained import find_config, find_model\nfrom rl.errors import CheckpointNotFound\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | online, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_name_on_the_hub_is_fetched_whole_or_its_config_alone(small_checkpoint: Path, tmp_path: Path) -> None:
+    with hub({"org/small": small_checkpoint}) as address:
+        config = Path(of_the_hub(address, tmp_path, "print(find_config('org/small'))").strip())
+        assert [file.name for file in config.iterdir()] == ["config.json"]
+        whole = Path(of_the_hub(address, tmp_path, "print(find_model('org/small'))").strip())
+        assert whole == config
+        check_trainable(whole, 64)
+        assert (whole / "model.safetensors").read_bytes() == (small_checkpoint / "model.safetensors").read_bytes()
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_by_its_config(small_checkpoint: Path, tmp_path: Path) -> None:
+    code = "try:\n    print(find_config('org/smoll'))\nexcept CheckpointNotFound as error:\n    print(error)"
+    with hub({"org/small": small_checkpoint}) as address:
+        assert "'org/smoll' is no folder here, and the Hugging Face hub did not give it" in of_the_hub(
+            address, tmp_path, code
+        )
+    assert of_the_hub(address, tmp_path, code) == "None\n"
 
 
 def test_another_architecture_is_refused_with_those_that_work(small_checkpoint: Path, tmp_path: Path) -> None:
