@@ -94,7 +94,7 @@ def reproduce(
 
     compactionrl reproduce --variants all --seeds 0,1,2 --json > results.json
 
-    compactionrl reproduce --set ppo.steps=20 --set agent.compaction.window=2k --dry-run
+    compactionrl reproduce --set ppo.steps=20 --set agent.compaction.window=160 --dry-run
 
     compactionrl reproduce --model Qwen/Qwen3-0.6B --dataset tasks/ --env docker --prompt-pack nine-items
     """

@@ -123,7 +123,7 @@ def sweep(
 
     [bold]Examples[/]
 
-    compactionrl sweep --windows 512,1k --caps 0,1,3 --keep-recent 0,2
+    compactionrl sweep --windows 96,128,192 --caps 0,1,3 --keep-recent 0,2
 
     compactionrl sweep --dataset bench12 --env local --engine openai --base-url http://localhost:8000/v1
     --model qwen3-8b --windows 16k,32k --caps 0,1,3 --keep-recent 0,2 --repeats 3 --dry-run

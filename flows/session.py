@@ -107,7 +107,7 @@ class Request:
         for data in experiment.sft.trajectories if experiment.sft else ():
             if not data.collected:
                 data.files()
-        if experiment.sft is not None and experiment.sft.model is not None:
+        if experiment.engine != "openai" and experiment.sft is not None and experiment.sft.model is not None:
             with explained("--model"):
                 if (folder := find_config(experiment.sft.model)) is not None:
                     check_described(folder, experiment.longest_window, experiment.sampled_by)

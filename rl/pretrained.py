@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 from rl.engines.model_types import check_length, check_model_type
 from rl.errors import CheckpointNotFound, MissingPackage, UnsupportedModel
 from rl.settings import SampledBy
+
+CONFIG = "config.json"
+_HUB_SECONDS = 10.0
+"""The longest silence of the hub while nothing has started"""
 
 
 def local_model(name: str) -> Path | None:
@@ -19,8 +25,8 @@ def local_model(name: str) -> Path | None:
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointNotFound(f"{folder} holds no model (no config.json); give a transformers checkpoint")
+        if not (folder / CONFIG).is_file():
+            raise CheckpointNotFound(f"{folder} holds no model (no {CONFIG}); give a transformers checkpoint")
         return folder.resolve()
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CheckpointNotFound(f"there is no folder {folder}; give the folder of a transformers checkpoint")
@@ -53,26 +59,20 @@ def find_config(name: str) -> Path | None:
     cannot be asked now. Raises CheckpointNotFound for a name that it does not have, or not for this user."""
     if (folder := local_model(name)) is not None:
         return folder
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # of one small file, in front of everything else that is said
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
+        siblings = HfApi().model_info(name, timeout=_HUB_SECONDS).siblings or ()  # the others know no time limit
+        if any(file.rfilename == CONFIG for file in siblings):
+            return Path(snapshot_download(name, allow_patterns=[CONFIG]))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise _not_given(name, error) from error
-    except Exception:  # finished stages need no model: those that do will say what is wrong
+    except Exception:  # finished stages need no model: one that does says what is wrong
         return None
-    if not (folder / "config.json").is_file():
-        raise CheckpointNotFound(f"{name} on the Hugging Face hub holds no model (no config.json)")
-    return folder
-
-
-def _not_given(name: str, error: Exception) -> CheckpointNotFound:
-    first = str(error).strip().partition("\n")[0]
-    return CheckpointNotFound(
-        f"model {name!r} is no folder here, and the Hugging Face hub did not give it ({first}). Without network, "
-        "download it elsewhere and give its folder"
-    )
+    raise CheckpointNotFound(f"{name} on the Hugging Face hub holds no model (no {CONFIG})")
 
 
 def check_described(folder: Path, longest: int, engine: SampledBy) -> None:
@@ -80,12 +80,18 @@ def check_described(folder: Path, longest: int, engine: SampledBy) -> None:
 
     Raises UnsupportedModel with the reason, and CheckpointNotFound where the file cannot be read.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointNotFound(f"{path} cannot be read ({error}); give a whole transformers checkpoint") from error
-    _check_config(folder, config, longest, engine)
+    with _named(folder):
+        if engine == "torch":
+            check_model_type(config.get("model_type"))
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
+        check_length(longest, positions if isinstance(positions, int) else None)
 
 
 def check_trainable(folder: Path, longest: int, engine: SampledBy = "torch") -> None:
@@ -99,24 +105,40 @@ def check_trainable(folder: Path, longest: int, engine: SampledBy = "torch") -> 
     from rl.engines.weight_sync import CheckpointWeights
 
     config: Any = AutoConfig.from_pretrained(folder)
-    _check_config(folder, config.to_dict(), longest, engine)
-    if engine == "torch":
-        check_supported(config)
-    else:
-        CheckpointWeights(folder)
-    vocabulary = config.get_text_config().vocab_size
+    text = config.get_text_config()
     entries = len(AutoTokenizer.from_pretrained(folder))
-    if entries > vocabulary:
-        raise UnsupportedModel(
-            f"{folder}: the tokenizer has {entries} entries, the model's vocabulary {vocabulary}: they do not "
-            "belong together"
-        )
-
-
-def _check_config(folder: Path, config: dict[str, Any], longest: int, engine: SampledBy) -> None:
-    try:
+    with _named(folder):
         if engine == "torch":
-            check_model_type(config.get("model_type"))
-        check_length(longest, config.get("text_config", config).get("max_position_embeddings"))
+            check_supported(config)
+        check_length(longest, getattr(text, "max_position_embeddings", None))
+        if entries > text.vocab_size:
+            raise UnsupportedModel(
+                f"the tokenizer has {entries} entries, the model's vocabulary {text.vocab_size}: they do not belong "
+                "together"
+            )
+    if engine == "vllm":
+        CheckpointWeights(folder)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """A refusal says which model it is about."""
+    try:
+        yield
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{folder}: {error}") from None
+
+
+def _not_given(name: str, error: Exception) -> CheckpointNotFound:
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    # The client's message begins with the status line, where there was an answer, and says in the next what it means.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if " Client Error" not in line), type(error).__name__)
+    if isinstance(error, RepositoryNotFoundError | HFValidationError):
+        advice = "Check the name; a gated or private model needs your token in HF_TOKEN"
+    else:
+        advice = "Without network, download it elsewhere and give its folder"
+    return CheckpointNotFound(
+        f"model {name!r} is no folder here, and the Hugging Face hub did not give it ({said.rstrip('.')}). {advice}"
+    )

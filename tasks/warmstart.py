@@ -100,6 +100,7 @@ SOURCES = (
     "evaluation/environments",
     "rl/batching.py",
     "rl/checkpoint.py",
+    "rl/engines/model_types.py",
     "rl/logprobs.py",
     "rl/lora.py",
     "rl/master_weights.py",

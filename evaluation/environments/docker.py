@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -85,8 +85,10 @@ class DockerEnvironment(Sandbox):
             exchange = self._exchange(script)
             if exchange.started or exchange.timed_out:
                 return self._outcome(script, exchange)
-            self._hear_of_its_end()
-            self._restart()
+            if self._stays_up():  # no process slot left
+                self._restart()
+            else:
+                self._revive()
             ran = self._outcome(script, self._exchange(script))
             return replace(ran, note=ran.note or f"before it, {_ENDED}")
 
@@ -174,7 +176,7 @@ class DockerEnvironment(Sandbox):
             self._restart()
             note = f"stopped after {script.seconds:g} s; {_ENDED}"
             return Ran(run.output(), _KILLED, note=note, timed_out=True)
-        if not self._is_running():
+        if not self._stays_up():
             self._revive()
             return Ran(run.output(), _KILLED, note=_ENDED)
         if not run.started:
@@ -196,19 +198,19 @@ class DockerEnvironment(Sandbox):
         self._container.reload()
         return bool(self._container.attrs["State"]["Running"])
 
-    def _hear_of_its_end(self) -> None:
-        """After a command that could not start: either no process slot is left, or the container has just ended. To
-        restart it before the daemon knows which would hide that memory took it down."""
+    def _stays_up(self) -> bool:
+        """Whether the container runs, and not because a busy daemon has yet to hear of its end: to restart it before
+        that would hide that memory took it down."""
         deadline = time.monotonic() + _LATE_SECONDS
-        while self._is_running() and time.monotonic() < deadline:
+        while self._is_running():
+            if time.monotonic() > deadline:
+                return True
             time.sleep(0.05)
+        return False
 
     def _restart(self) -> None:
         """The one way to end every process that nothing inside can resist. Files stay."""
-        if self._is_running():
-            self._container.restart(timeout=0)
-        else:
-            self._revive()
+        self._container.restart(timeout=0)
 
     def _revive(self) -> None:
         """After a command that took the container down. Raises EnvironmentFailure where memory did."""
@@ -229,12 +231,14 @@ class DockerEnvironment(Sandbox):
             return bool(state["OOMKilled"])
         ended, now = (datetime.fromisoformat(t) for t in (state["FinishedAt"], self._client.info()["SystemTime"]))
         events = self._client.events(
-            since=int(ended.timestamp()),
+            since=int(ended.timestamp()) - 1,  # whole seconds; what came before the end stands in the state
             until=int(now.timestamp() + _LATE_SECONDS),
             filters={"container": self._container.id, "event": "oom"},
         )
-        with closing(events):
-            return next(events, None) is not None
+        found = next(events, None) is not None
+        with suppress(DockerException):  # which some ways to a daemon cannot
+            events.close()
+        return found
 
 
 class _Exec(Exchange):

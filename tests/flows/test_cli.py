@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import compaction
 from flows.cli import app
+from flows.session import Request
+from tasks.errors import UserError
 
 HEAVY = ("torch", "ray", "prefect", "mlflow", "transformers", "pandas", "matplotlib", "scipy")
 
@@ -33,6 +37,19 @@ def test_help_teaches(command: str) -> None:
     code, out, _ = invoke(*([command] if command else []), "--help")
     assert code == 0
     assert "compactionrl" in out
+
+
+@pytest.mark.parametrize("command", ["reproduce", "sweep", "collect"])
+def test_the_examples_of_a_help_can_be_run(command: str, home: Path) -> None:
+    text = get_command(app).commands[command].help  # type: ignore[attr-defined]
+    examples = [" ".join(part.split()) for part in text.split("\n\n") if part.strip().startswith("compactionrl ")]
+    assert len(examples) > 2
+    for example in examples:
+        words = shlex.split(example.partition(" > ")[0].replace(" tasks/ ", " bench12 "))[1:]
+        arguments = [word for word in words if word not in ("--dry-run", "--json")]
+        code, out, err = invoke(*arguments, "--dry-run")
+        assert code == 0, (example, err)
+        assert "will run" in out
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -93,7 +110,19 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(home: 
     short = json.dumps({"model_type": "llama", "max_position_embeddings": 300})
     assert "the model takes 300 tokens, the longest window is 320" in refusal(short)
     assert "the longest window is 512" in refusal(short, "--set", "evaluation.windows=512")
-    assert "config.json cannot be read" in refusal("{")
+    for unread in ("{", "[]"):
+        assert "config.json cannot be read" in refusal(unread)
+    nested = json.dumps({"model_type": "llama", "text_config": None, "max_position_embeddings": 300})
+    assert "the longest window is 320" in refusal(nested)
+
+
+def test_a_model_that_an_endpoint_stands_in_for_is_not_looked_at(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(f"extends: tiny\nsft: {{model: {tmp_path / 'gone'}}}\n")
+    settings = ("engine=openai", "endpoint.base_url=http://127.0.0.1:9/v1", "endpoint.model=big")
+    Request("sweep", str(preset), (*settings, "evaluation.dataset.path=bench12")).experiment()
+    with pytest.raises(UserError, match="there is no folder"):
+        Request("sweep", str(preset)).experiment()
 
 
 def test_a_mistake_with_json_is_an_object(home: Path) -> None:

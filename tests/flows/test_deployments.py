@@ -94,7 +94,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model, a prompt pack and a set of tasks beside each other, named from their own folder."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    Path("model", "config.json").write_text("{}")
+    Path("model", "config.json").write_text('{"model_type": "llama"}')
     shutil.copy(ROOT / "compaction" / "prompts" / "nine-items.yaml", "mine.yaml")
     shutil.copytree(SHIPPED["bench12"] / "access-report", Path("tasks") / "access-report")
 

@@ -55,8 +55,9 @@ def _found(models: Mapping[str, Path], path: str) -> bytes | None:
     for name, folder in models.items():
         if path.startswith(f"api/models/{name}/tree/"):
             return json.dumps([_entry(file) for file in sorted(folder.iterdir())]).encode()
-        if path.startswith(f"api/models/{name}"):
-            return json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode()
+        if path in (f"api/models/{name}", f"api/models/{name}/revision/main"):
+            siblings = [{"rfilename": file.name} for file in folder.iterdir()]
+            return json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode()
         if path.startswith(f"{name}/resolve/") and (file := folder / Path(path).name).is_file():
             return file.read_bytes()
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,12 +70,24 @@ def test_a_name_on_the_hub_is_fetched_whole_or_its_config_alone(small_checkpoint
 
 
 def test_a_name_that_the_hub_does_not_have_is_refused_by_its_config(small_checkpoint: Path, tmp_path: Path) -> None:
-    code = "try:\n    print(find_config('org/smoll'))\nexcept CheckpointNotFound as error:\n    print(error)"
-    with hub({"org/small": small_checkpoint}) as address:
-        assert "'org/smoll' is no folder here, and the Hugging Face hub did not give it" in of_the_hub(
-            address, tmp_path, code
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    code = "try:\n    print(find_config('{}'))\nexcept CheckpointNotFound as error:\n    print(error)"
+    with hub({"org/small": small_checkpoint, "org/adapter": tmp_path / "adapter"}) as address:
+        unknown = of_the_hub(address, tmp_path, code.format("org/smoll"))
+        assert (
+            "'org/smoll' is no folder here, and the Hugging Face hub did not give it (Repository Not Found" in unknown
         )
-    assert of_the_hub(address, tmp_path, code) == "None\n"
+        assert "Check the name" in unknown
+        assert "holds no model" in of_the_hub(address, tmp_path, code.format("org/adapter"))
+    assert of_the_hub(address, tmp_path, code.format("org/smoll")) == "None\n"
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code = "import rl.pretrained\nrl.pretrained._HUB_SECONDS = 0.2\nprint(find_config('org/small'))"
+        assert of_the_hub(address, tmp_path, code) == "None\n"
 
 
 def test_another_architecture_is_refused_with_those_that_work(small_checkpoint: Path, tmp_path: Path) -> None:
@@ -83,6 +96,16 @@ def test_another_architecture_is_refused_with_those_that_work(small_checkpoint: 
             changed(small_checkpoint, tmp_path / "m", model_type="gpt2", architectures=["GPT2LMHeadModel"]), 64
         )
     check_trainable(small_checkpoint, 64, "vllm")
+
+
+def test_a_window_longer_than_the_model_takes_is_refused_whatever_its_config_calls_that(
+    small_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = changed(small_checkpoint, tmp_path / "m")
+    sizes = {"n_positions": 100, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    with pytest.raises(UnsupportedModel, match="the model takes 100 tokens, the longest window is 101"):
+        check_trainable(folder, 101, "vllm")
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(small_checkpoint: Path, tmp_path: Path) -> None:
