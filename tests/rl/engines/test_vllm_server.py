@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -66,6 +67,12 @@ def _answers(port: int) -> bool:
         return False
 
 
+def _waiting(address: str) -> int:
+    """Requests that the server has, and has not begun with."""
+    metrics = httpx.get(f"{address}/metrics").text
+    return int(float(re.search(r"^vllm:num_requests_waiting\{.*\} (\S+)$", metrics, re.MULTILINE)[1]))  # type: ignore[index]
+
+
 @pytest.fixture
 def engine(address: str, checkpoint: Path) -> Iterator[Any]:
     """With the checkpoint's weights, whatever the server sampled with before."""
@@ -92,40 +99,29 @@ def test_replies_are_exact_and_bear_the_version_that_sampled_them(engine: Any, m
         assert set(completion.versions) == {version}
 
 
-def test_an_update_in_mid_reply_is_stamped_where_it_fell(engine: Any, models: Any) -> None:
+def test_an_update_in_mid_reply_is_stamped_where_it_fell(engine: Any, models: Any, address: str) -> None:
     prompt = [3, 4, 5, 6]
 
     async def under_traffic() -> list[Any]:
-        """Replies one after another, from before the update until it is done: it falls into some. Four are made at a
-        time, the others wait in vLLM, which so is never without work, however slow the way to it is."""
+        """Replies from before the update until it is done: it falls into some. Four are made at a time. It begins once
+        so many wait in vLLM that those keep it busy for a while, however slow this process is."""
         engine.load_weights(models[0].state_dict(), 0)
-        flowing, updated = asyncio.Event(), asyncio.Event()
         completions: list[Any] = []
 
         async def lane(number: int) -> None:
-            while not updated.is_set():
-                asked = request(f"s{len(completions)}/{number}", prompt, n=100 - number, seed=number)
-                completions.append(await engine.generate(asked))
-                flowing.set()
+            completions.append(await engine.generate(request(f"s{number}", prompt, n=100 - number % 32, seed=number)))
 
-        lanes = [asyncio.create_task(lane(number)) for number in range(24)]
-        await flowing.wait()
+        lanes = [asyncio.create_task(lane(number)) for number in range(96)]
+        while await asyncio.to_thread(_waiting, address) < 32:
+            assert len(completions) < len(lanes)
         await asyncio.to_thread(engine.load_weights, models[1].state_dict(), 1)
-        updated.set()
         await asyncio.gather(*lanes)
-        return completions
-
-    async def until_one_is_mixed() -> list[Any]:
-        for _ in range(5):
-            completions = await under_traffic()
-            if any(set(completion.versions) == {0, 1} for completion in completions):
-                break
-        else:
-            raise AssertionError("no update fell into a reply")
         await engine.aclose()
         return completions
 
-    for completion in run(until_one_is_mixed()):
+    completions = run(under_traffic())
+    assert any(set(completion.versions) == {0, 1} for completion in completions)
+    for completion in completions:
         assert sorted(completion.versions) == list(completion.versions)
         for version in set(completion.versions):
             at = completion.versions == version
