@@ -1,4 +1,4 @@
-"""Which processes a command of a home has left."""
+"""Commands as processes of their own, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import psutil
+
+COMMAND = "import flows.up; flows.up.PREFECT_PORT = flows.up.MLFLOW_PORT = 0; from flows.cli import main; main()"
+"""The command. What it serves is at any port: two that come up at once would both find the preferred ones free."""
+PATIENCE = 1_800.0
+"""Seconds that a command may take on a busy machine; one that hangs is no better found sooner"""
 
 
 def processes_of(home: Path) -> list[psutil.Process]:

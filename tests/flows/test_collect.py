@@ -20,6 +20,7 @@ from rl.tiny import make_tiny_checkpoint
 from tests.compaction.engines.stub_endpoint import Answer, Call, StubEndpoint, usage
 from tests.flows import memory_agent as memory
 from tests.flows.test_sweep_tasks import KEY, PASSWORD, Bench
+from tests.processes import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("collect")
 
@@ -196,7 +197,7 @@ def test_interrupted_it_goes_on_without_paying_twice(teacher: Teacher) -> None:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, told
     before = teacher.started("interrupted")
     finished = {path.parent.name for path in events.glob("*/*/result.json")}

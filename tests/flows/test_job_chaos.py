@@ -26,7 +26,7 @@ from tests.compaction.engines.stub_endpoint import Answer, Call, StubEndpoint
 from tests.docker_engine import docker_engine as docker_engine
 from tests.flows import memory_agent as memory
 from tests.flows.test_sweep_tasks import SETTINGS, Bench
-from tests.processes import processes_of
+from tests.processes import PATIENCE, processes_of
 
 pytestmark = pytest.mark.xdist_group("job-chaos")
 
@@ -56,13 +56,11 @@ class ChaosBench(Bench):
         self.pace.seconds = SLOW
         before, started = self.scored(job), self.started(job).total() - len(self.events(job, "finished"))
         command = self.start(*self.arguments(*CELL, "--json", "--job", job))
-        ends = time.monotonic() + 90
         while True:
             running = self.started(job).total() - len(self.events(job, "finished")) - started
             if running and len(self.scored(job)) >= max(2, len(before) + 1):
                 return command
             assert command.poll() is None, command.communicate()
-            assert time.monotonic() < ends
             time.sleep(0.05)
 
     def complete(self, job: str) -> None:
@@ -87,7 +85,7 @@ class ChaosBench(Bench):
         """Names of this home's containers, running or not."""
         import docker
 
-        client = docker.from_env(timeout=20)
+        client = docker.from_env(timeout=60)
         try:
             found = client.containers.list(all=True, filters={"label": [OWNER_LABEL, RUN_LABEL]}, ignore_removed=True)
             return [c.name for c in found if c.labels[RUN_LABEL].startswith(f"{self.home}/")]
@@ -140,7 +138,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, docker_engine: Any) -> Itera
         bench.standing = {process.pid for process in processes_of(bench.home)}
         yield bench
         up.send_signal(signal.SIGINT)
-        up.communicate(timeout=60)
+        up.communicate(timeout=PATIENCE)
 
 
 def test_a_job_that_is_interrupted_terminated_and_killed_goes_on_each_time_and_completes(bench: ChaosBench) -> None:
@@ -148,7 +146,7 @@ def test_a_job_that_is_interrupted_terminated_and_killed_goes_on_each_time_and_c
         scored, before = bench.scored("stopped"), bench.started("stopped")
         command = bench.begin("stopped")
         command.send_signal(number)
-        out, err = command.communicate(timeout=60)
+        out, err = command.communicate(timeout=PATIENCE)
         assert command.returncode == code, err[-2000:]
         assert {task for _, task, _ in bench.started("stopped") - before}.isdisjoint(scored)
         if number == signal.SIGKILL:
@@ -173,15 +171,17 @@ def docker_daemon(place: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (place / "log").open("ab") as log:
         daemon = subprocess.Popen([*apart, "dockerd", "-H", host, *arguments, *network], stdout=log, stderr=log)
     try:
-        for _ in range(300):
+        for _ in range(3000):
             if subprocess.run(["docker", "-H", host, "version"], capture_output=True).returncode == 0:
                 break
             assert daemon.poll() is None, (place / "log").read_text()[-2000:]
             time.sleep(0.1)
+        else:
+            raise AssertionError((place / "log").read_text()[-2000:])
         yield daemon
     finally:
         daemon.terminate()
-        daemon.wait(60)
+        daemon.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_job_whose_docker_daemon_dies_scores_nothing_it_has_not_seen_and_compl
         subprocess.run(["docker", "load"], input=image, check=True, capture_output=True)
         command = bench.begin("daemon")
         daemon.kill()
-        out, err = command.communicate(timeout=120)
+        out, err = command.communicate(timeout=PATIENCE)
     assert command.returncode == 3, err[-3000:]
     result = json.loads(out)
     (cell,) = result["results"]

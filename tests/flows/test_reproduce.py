@@ -15,11 +15,10 @@ from evaluation.results import CellResult
 from flows.experiment import CHANGES, load_experiment
 from flows.plan import Plan
 from tasks.caching import StageStore
-from tests.processes import processes_of
+from tests.processes import PATIENCE, processes_of
 
 pytestmark = pytest.mark.xdist_group("reproduce")
 
-TIMEOUT = 900
 SMOKE = ["reproduce", "--preset", "smoke", "--set", "evaluation.n_tasks=6", "--variants", "base,compactionrl"]
 COMMAND = """
 import atexit, sys
@@ -58,7 +57,7 @@ def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def ended(process: subprocess.Popen[str], code: int) -> dict:
     """The JSON object of a command that must end with `code`."""
-    out, err = process.communicate(timeout=TIMEOUT)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err[-3000:]
     result = json.loads(out)
     result["stderr"] = err
@@ -135,7 +134,7 @@ def test_what_was_run_can_be_shown_and_reported_again(home: Path, first: dict) -
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=PATIENCE,
         check=True,
     )
     assert "task trail-" in shown.stdout

@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
+
+from tests.prefect_api import ask_prefect
+from tests.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -102,14 +104,14 @@ def leaves_alone_what_the_user_runs(home: Path, prefect_url: str) -> None:
     database = home.with_name("theirs.db")
     shutil.copy(home / "mlflow" / "mlflow.db", database)
     guest = start(own, PREFECT_API_URL=prefect_url, MLFLOW_TRACKING_URI=f"sqlite:///{database}")
-    out, err = guest.communicate(timeout=400)
+    out, err = guest.communicate(timeout=PATIENCE)
     assert guest.returncode == 0, err
     assert json.loads(out)["services"].startswith(
         f"Prefect: {prefect_url} (PREFECT_API_URL) · MLflow: sqlite:///{database} (MLFLOW_TRACKING_URI)"
     )
     assert list((own / "prefect").iterdir()) == []
     assert not (own / "mlflow" / "mlflow.db").exists()
-    flows = httpx.post(f"{prefect_url}/flow_runs/filter", json={}, timeout=30).json()
+    flows = ask_prefect("POST", f"{prefect_url}/flow_runs/filter", {}).json()
     assert records(own)[0]["prefect_flow_run"] in {flow["id"] for flow in flows}
 
 
@@ -121,17 +123,17 @@ def test_commands_share_one_server_and_leave_none_behind(home: Path) -> None:
     wait_for(lambda: any("prefect" in r for r in records(home)), first, "the first command's flow")
     interrupted = start(home, "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     failing = start(home, "raise ValueError('a bug')")
-    out, err = failing.communicate(timeout=400)
+    out, err = failing.communicate(timeout=PATIENCE)
     assert failing.returncode == 1, err
     assert json.loads(out)["error"].startswith("ValueError: a bug\nThis is a bug; the traceback is in")
     assert "Traceback" not in err
     assert "a bug" in (home / "last-error.log").read_text()
-    out, err = interrupted.communicate(timeout=400)
+    out, err = interrupted.communicate(timeout=PATIENCE)
     assert interrupted.returncode == 130, err
     assert first.poll() is None
     leaves_alone_what_the_user_runs(home, records(home)[0]["prefect"])
     first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=400)
+    out, err = first.communicate(timeout=PATIENCE)
     assert first.returncode == 143, err
     assert json.loads(out)["exit_code"] == 143
     ended = [r for r in records(home) if "mlflow_run_id" in r]
@@ -151,7 +153,7 @@ def test_json_is_the_only_thing_on_stdout_and_a_killed_command_is_cleaned_up_aft
     killed.communicate()
     assert processes_of(home)
     partial = start(home, status="partial")
-    out, err = partial.communicate(timeout=400)
+    out, err = partial.communicate(timeout=PATIENCE)
     assert partial.returncode == 3, err
     result = json.loads(out)
     assert result["status"] == "partial"
@@ -165,7 +167,7 @@ def test_json_is_the_only_thing_on_stdout_and_a_killed_command_is_cleaned_up_aft
 
 def test_a_server_the_user_named_but_did_not_start_is_one_message(home: Path) -> None:
     process = start(home, PREFECT_API_URL="http://127.0.0.1:9/api")
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "Prefect does not answer at http://127.0.0.1:9/api/health (from PREFECT_API_URL" in json.loads(out)["error"]
     assert "Traceback" not in err
@@ -203,7 +205,7 @@ def test_a_run_outlives_its_prefect_server(home: Path) -> None:
         env={**kept, "COMPACTIONRL_HOME": str(home), "PREFECT_CLIENT_MAX_RETRIES": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "ok"

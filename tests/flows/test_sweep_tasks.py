@@ -23,10 +23,10 @@ from evaluation.grid import product_cells
 from evaluation.results import CellResult
 from tests.compaction.engines.stub_endpoint import StubEndpoint
 from tests.flows import memory_agent as memory
+from tests.processes import COMMAND, PATIENCE
 
 pytestmark = pytest.mark.xdist_group("sweep-tasks")
 
-TIMEOUT = 600
 WINDOWS, CAPS, KEEPS = (240, 300), (0, 1, 3), (0, 2)
 SETTINGS = CompactionSettings(
     window=240, threshold=100, max_response=40, min_response=8, summary_cap=12, cap=3, keep_recent=0, summary_retries=0
@@ -73,17 +73,17 @@ class Bench:
         assert any("Ctrl-C" in line for line in up.stdout), "up ended"
         yield
         up.send_signal(signal.SIGINT)
-        up.communicate(timeout=60)
+        up.communicate(timeout=PATIENCE)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=TIMEOUT)
+        out, err = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         kept = {k: v for k, v in os.environ.items() if k not in ("PREFECT_API_URL", "PREFECT_HOME")}
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, "-c", COMMAND, *arguments],
             env={**kept, "COMPACTIONRL_HOME": str(self.home), "CANARY_KEY": KEY},
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,

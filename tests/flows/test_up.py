@@ -18,17 +18,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from evaluation.results import CellResult
 from evaluation.tasksets.harbor_export import export_trail
 from flows.experiment import load_experiment
 from tests.docker_engine import docker_engine as docker_engine
-from tests.processes import processes_of
+from tests.prefect_api import ask_prefect
+from tests.processes import COMMAND, PATIENCE, processes_of
 
 pytestmark = pytest.mark.xdist_group("up")
 
-PATIENCE = 600.0
 SMALL = [
     "sft.corpus_tasks=20",
     "sft.data=[{rollouts: 8, windows: [128], caps: [4], keep_recents: [1]}]",
@@ -36,7 +35,6 @@ SMALL = [
     "evaluation.n_tasks=2",
     *("evaluation.windows=[]", "evaluation.caps=[]", "evaluation.keep_recents=[]"),
 ]
-COMMAND = "from flows.cli import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +79,13 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> An
     return found
 
 
-def processes_of_run(home: Path, flow_run_id: str) -> list[psutil.Process]:
+def names_of_run(home: Path, flow_run_id: str) -> list[str]:
+    """Of the processes of a flow run."""
     found = []
     for process in processes_of(home):
         try:
             if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run_id:
-                found.append(process)
+                found.append(process.name())
         except psutil.Error:
             continue
     return found
@@ -98,15 +97,8 @@ class Prefect:
     def __init__(self, home: Path) -> None:
         self.page = json.loads((home / "up.json").read_text())["prefect"]
 
-    @retry(
-        retry=retry_if_result(lambda answer: answer.status_code == 503),
-        wait=wait_fixed(0.2),
-        stop=stop_after_delay(60),
-        retry_error_callback=lambda last: last.outcome.result() if last.outcome else None,
-    )
     def call(self, method: str, path: str, content: Any = None) -> httpx.Response:
-        """Ask again on 503, as Prefect's own client does: with SQLite, two that write at once are not both served."""
-        return httpx.request(method, f"{self.page}/api{path}", json=content, timeout=60)
+        return ask_prefect(method, f"{self.page}/api{path}", content)
 
     def find(self, flow: str) -> dict[str, Any] | None:
         answer = self.call("GET", f"/deployments/name/{flow}/served")
@@ -241,11 +233,11 @@ def test_cancelling_ends_everything_of_a_run(home: Path, up: subprocess.Popen[st
     prefect = Prefect(home)
     overrides = [*SMALL, "sft.sft.stages=[{steps: 1000000, tokens_per_step: 500}]"]
     flow_run_id = prefect.start("reproduce", preset="smoke", variants=["base"], overrides=overrides)
-    wait_for(lambda: any("ray::" in p.name() for p in processes_of_run(home, flow_run_id)), up)
+    wait_for(lambda: any("ray::" in name for name in names_of_run(home, flow_run_id)), up)
     started = time.monotonic()
     prefect.call("POST", f"/flow_runs/{flow_run_id}/set_state", {"state": {"type": "CANCELLING"}})
     state = wait_for(lambda: prefect.ended(flow_run_id), up)
-    wait_for(lambda: not processes_of_run(home, flow_run_id), up)
+    wait_for(lambda: not names_of_run(home, flow_run_id), up)
     print(f"cancelled in {time.monotonic() - started:.1f} s")
     assert (state["type"], state["name"]) == ("CANCELLED", "Cancelled"), state["message"]
     run = run_of(home, flow_run_id)

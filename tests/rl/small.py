@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,26 @@ class Slow(Typed):
 
     async def execute(self, command: str) -> Execution:
         await asyncio.sleep(self.seconds)
+        return await super().execute(command)
+
+
+@dataclass(frozen=True)
+class WaitingTask(TypedTask):
+    """Its environment's first command ends once `until` says so."""
+
+    until: Callable[[], bool] = bool
+
+    def open(self) -> Environment:
+        return Waiting(until=self.until)
+
+
+@dataclass
+class Waiting(Typed):
+    until: Callable[[], bool] = bool
+
+    async def execute(self, command: str) -> Execution:
+        while not self.typed and not self.until():
+            await asyncio.sleep(0.01)
         return await super().execute(command)
 
 

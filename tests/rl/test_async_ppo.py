@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rl.async_ppo import staleness_metrics
 from rl.errors import NoUsableRollouts
 from rl.learner import StepResult
 from tests.rl.samples import random_segment
-from tests.rl.small import BrokenTask, HeldTask, SlowTask, TypedTask, collect, local_loop
+from tests.rl.small import BrokenTask, HeldTask, SlowTask, TypedTask, WaitingTask, collect, local_loop
 
 
 class Events(list[dict[str, Any]]):
@@ -32,6 +33,15 @@ class Events(list[dict[str, Any]]):
 def slow(*numbers: int, seconds: float = 0.05) -> Any:
     def tasks(first: int, n: int) -> list[Task]:
         return [SlowTask(f"t{i}", seconds=seconds if i in numbers else 0.0) for i in range(first, first + n)]
+
+    return tasks
+
+
+def waiting(until: Callable[[], bool]) -> Any:
+    """Task t0 goes on after its first command once `until` says so; the others do not wait."""
+
+    def tasks(first: int, n: int) -> list[Task]:
+        return [WaitingTask("t0", until=until) if i == 0 else TypedTask(f"t{i}") for i in range(first, first + n)]
 
     return tasks
 
@@ -59,7 +69,8 @@ def test_every_step_trains_a_whole_batch_and_every_started_rollout_is_trained_on
 
 
 def test_a_slow_environment_holds_up_nobody_and_its_rollout_sees_several_versions(small_checkpoint: Path) -> None:
-    loop, _, _ = local_loop(small_checkpoint, slow(0, seconds=0.3), steps=6, max_staleness=3)
+    tasks = waiting(until=lambda: 2 in worker.loaded)
+    loop, worker, _ = local_loop(small_checkpoint, tasks, steps=6, max_staleness=3)
     results = collect(loop)
     late = next(r for result in results for r in result.rollouts if r.task_id == "t0")
     assert late.id not in {r.id for r in results[0].rollouts}
@@ -68,7 +79,8 @@ def test_a_slow_environment_holds_up_nobody_and_its_rollout_sees_several_version
 
 
 def test_tokens_over_the_bound_are_masked_and_their_rollout_is_trained(small_checkpoint: Path) -> None:
-    loop, _, trainer = local_loop(small_checkpoint, slow(0, seconds=0.4), steps=6, max_staleness=1)
+    tasks = waiting(until=lambda: 2 in worker.loaded)
+    loop, worker, trainer = local_loop(small_checkpoint, tasks, steps=6, max_staleness=1)
     results = collect(loop)
     step = next(r.step for r in results if "t0" in {rollout.task_id for rollout in r.rollouts})
     rows, _, included = trainer.given("update_policy")[step]
@@ -225,7 +237,8 @@ def test_a_resumed_loop_trains_what_was_finished_and_starts_again_what_was_in_fl
         async for result in first_loop.run():
             results.append(result)
             if len(results) == 2:
-                await asyncio.sleep(0.3)  # some finish, and wait to be trained
+                while not first_loop.queue.ready:
+                    await asyncio.sleep(0.01)
                 return results, first_loop.state()
         raise AssertionError("not reached")
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def gpu_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.gpu", *arguments]
     without_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=without_gpu, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=without_gpu, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import PATIENCE
+
 SCRIPT = """
 import asyncio, json, os, ray
 from rl.errors import NotEnoughGpus
@@ -33,7 +35,7 @@ async def main():
         waiting = asyncio.create_task(seated([float(GPUS)]).__aenter__())
         await asyncio.sleep(1)
         out["waits"] = not waiting.done()
-    out["then"] = GPUS == 0 or len(await asyncio.wait_for(waiting, 30)) == 1
+    out["then"] = GPUS == 0 or len(await asyncio.wait_for(waiting, 300)) == 1
     print("\\n" + json.dumps(out))
 
 asyncio.run(main())
@@ -43,7 +45,7 @@ asyncio.run(main())
 def seen(gpus: int, **wanted: list[float]) -> Any:
     """What actors seated with `wanted` GPUs see, in a Ray of their own."""
     script = textwrap.dedent(SCRIPT).replace("GPUS", str(gpus)).replace("WANTED", repr(wanted))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr[-2_000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

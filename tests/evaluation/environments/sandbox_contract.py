@@ -119,28 +119,28 @@ class SandboxContract:
 
     def test_a_process_in_the_background_delays_nothing(self) -> None:
         began = time.monotonic()
-        (execution,) = self.run("sleep 60 & echo started")
+        (execution,) = self.run("sleep 600 & echo started")
         assert execution.output == "started\n"
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 120
 
     # Time, memory, processes, disk
 
     def test_a_command_that_traps_every_signal_and_its_children_end_at_the_deadline(self) -> None:
         child = "trap '' TERM; while :; do date >>/app/beat; sleep 0.1; done"
         stubborn = f'trap "" TERM INT HUP; setsid sh -c "{child}" & while :; do sleep 1; done'
-        sandbox = self.sandbox(settings={"command_timeout": 1.5})
+        sandbox = self.sandbox(settings={"command_timeout": 6})
         began = time.monotonic()
         count = "wc -l </app/beat"
         _, stopped, first, second = self.run(
             "cd data", stubborn, f"pwd; {count}", f"sleep 0.5; {count}", sandbox=sandbox
         )
-        assert "stopped after 1.5 s" in stopped.note
+        assert "stopped after 6 s" in stopped.note
         assert stopped.exit_code == 137
         assert first.output == "/app/data\n" + second.output
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 120
 
     def test_what_was_printed_before_the_deadline_is_shown(self) -> None:
-        (execution,) = self.run("echo early; sleep 60", sandbox=self.sandbox(settings={"command_timeout": 1}))
+        (execution,) = self.run("echo early; sleep 60", sandbox=self.sandbox(settings={"command_timeout": 6}))
         assert execution.output == "early\n"
 
     def test_a_cancelled_command_ends_and_the_sandbox_goes_on(self) -> None:
@@ -158,7 +158,7 @@ class SandboxContract:
             finally:
                 await sandbox.stop()
 
-        assert asyncio.run(cancelled()) < 15
+        assert asyncio.run(cancelled()) < 120
 
     def test_a_fork_bomb_stays_inside(self) -> None:
         sandbox = self.sandbox(settings={"pids": 64, "command_timeout": 5})
@@ -306,10 +306,10 @@ class SandboxContract:
         assert self.graded(sandbox, loop) == 0
 
     def test_tests_that_hang_are_ended(self) -> None:
-        sandbox = self.sandbox({"tests/test.sh": "echo begun; trap '' TERM; sleep 60 & wait"}, verifier_timeout=1.5)
+        sandbox = self.sandbox({"tests/test.sh": "echo begun; trap '' TERM; sleep 600 & wait"}, verifier_timeout=6)
         began = time.monotonic()
         assert self.error_of(sandbox) == "verifier_timeout"
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 120
         assert (self.place.parent / "evidence/verifier/test-stdout.txt").read_text() == "begun\n"
 
     @pytest.mark.parametrize(

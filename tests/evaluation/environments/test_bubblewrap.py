@@ -49,9 +49,9 @@ class TestLocal(SandboxContract):
         assert "secret" not in first.output + second.output
 
     def test_servers_on_loopback_work(self) -> None:
-        serve = "python3 -m http.server 8000 >/dev/null 2>&1 & sleep 1.5; "
+        serve = "python3 -m http.server 8000 >/dev/null 2>&1 & "
         get = "python3 -c \"import urllib.request as u; print(u.urlopen('http://localhost:8000/data/one.txt').read())\""
-        (execution,) = self.run(serve + get)
+        (execution,) = self.run(f"{serve} until {get} 2>/dev/null; do sleep 0.1; done")
         assert execution.output == "b'one\\n'\n"
 
     def test_processes_in_the_background_end_with_their_command(self) -> None:

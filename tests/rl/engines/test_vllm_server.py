@@ -57,7 +57,7 @@ def address(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(300)
 
 
 def _answers(port: int) -> bool:
