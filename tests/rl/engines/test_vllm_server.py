@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,12 +67,6 @@ def _answers(port: int) -> bool:
         return False
 
 
-def _waiting(address: str) -> int:
-    """Requests that the server has, and has not begun with."""
-    metrics = httpx.get(f"{address}/metrics").text
-    return int(float(re.search(r"^vllm:num_requests_waiting\{.*\} (\S+)$", metrics, re.MULTILINE)[1]))  # type: ignore[index]
-
-
 @pytest.fixture
 def engine(address: str, checkpoint: Path) -> Iterator[Any]:
     """With the checkpoint's weights, whatever the server sampled with before."""
@@ -99,23 +93,28 @@ def test_replies_are_exact_and_bear_the_version_that_sampled_them(engine: Any, m
         assert set(completion.versions) == {version}
 
 
-def test_an_update_in_mid_reply_is_stamped_where_it_fell(engine: Any, models: Any, address: str) -> None:
+def test_an_update_in_mid_reply_is_stamped_where_it_fell(
+    engine: Any, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = [3, 4, 5, 6]
+    engine.load_weights(models[0].state_dict(), 0)
+    flowing, pause = threading.Event(), engine._sync.start_weight_update
+    # The update's own preparation takes a second on a busy machine: it comes before.
+    monkeypatch.setattr(engine._sync, "start_weight_update", lambda: flowing.wait(600) and pause())
 
     async def under_traffic() -> list[Any]:
-        """Replies from before the update until it is done: it falls into some. Four are made at a time. It begins once
-        so many wait in vLLM that those keep it busy for a while, however slow this process is."""
-        engine.load_weights(models[0].state_dict(), 0)
+        """Four replies are made at a time, the others wait in vLLM: once a quarter has ended, all have been asked for,
+        and it is busy with the rest for a while, however slow this process is."""
         completions: list[Any] = []
 
         async def lane(number: int) -> None:
             completions.append(await engine.generate(request(f"s{number}", prompt, n=100 - number % 32, seed=number)))
+            if len(completions) == 24:
+                flowing.set()
 
-        lanes = [asyncio.create_task(lane(number)) for number in range(96)]
-        while await asyncio.to_thread(_waiting, address) < 32:
-            assert len(completions) < len(lanes)
-        await asyncio.to_thread(engine.load_weights, models[1].state_dict(), 1)
-        await asyncio.gather(*lanes)
+        update = asyncio.create_task(asyncio.to_thread(engine.load_weights, models[1].state_dict(), 1))
+        await asyncio.gather(*(lane(number) for number in range(96)))
+        await update
         await engine.aclose()
         return completions
 
