@@ -47,7 +47,7 @@ _OWN_PROCESSES = 2
 _ENDED = "everything that ran in the sandbox was ended"
 _POLL_SECONDS = 0.2
 _LATE_SECONDS = 2.0
-"""How long a busy daemon may take to hear that a container has ended"""
+"""How long a busy daemon may take to hear that a container has ended, and of what"""
 _MIB = 1 << 20
 _NO_WORKDIR = 43
 _KILLED = 137

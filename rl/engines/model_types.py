@@ -1,4 +1,4 @@
-"""Which models the torch engine knows. Apart from the engine, so that a command can say it before torch is imported."""
+"""What a model must be to be sampled from. Apart from the engines: a command says it before torch is imported."""
 
 from __future__ import annotations
 
